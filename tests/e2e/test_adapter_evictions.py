@@ -125,7 +125,7 @@ def test_a_request_that_runs_goes_on_with_the_adapter_that_was_loaded_last(
     assert said[0] == said[1]
 
 
-def test_a_name_that_was_let_go_is_read_from_where_it_is_asked_for(
+def test_a_removed_adapter_name_is_loaded_from_the_path_in_the_request(
     llm: Any, make: Callable[..., LoRARequest]
 ) -> None:
     first, second = make("task", 1, 0), make("task", 1, 2)
@@ -136,7 +136,7 @@ def test_a_name_that_was_let_go_is_read_from_where_it_is_asked_for(
     assert adapted(llm, first) == before
 
 
-def test_an_adapter_that_does_not_fit_makes_no_other_one_go(
+def test_an_adapter_that_does_not_fit_evicts_no_other_adapter(
     llm: Any, make: Callable[..., LoRARequest]
 ) -> None:
     first, larger = make("task", 1, 0), make("larger", 2, 1)
@@ -173,7 +173,7 @@ def test_an_adapter_that_a_request_needs_is_kept_when_its_files_are_gone(
     assert spans == [s.adapter_load for s in alone.weight_versions]
 
 
-def test_an_adapter_that_is_let_go_under_its_request_needs_no_files(
+def test_a_running_request_continues_without_the_files_of_its_removed_adapter(
     llm: Any, make: Callable[..., LoRARequest]
 ) -> None:
     first = make("v1", 1, 1)
@@ -221,7 +221,7 @@ def test_a_request_whose_adapter_cannot_be_loaded_fails_alone(
     assert adapted(llm, first) == adapted(llm, first)
 
 
-def test_an_adapter_that_nobody_asked_for_lately_fails_its_next_request_alone(
+def test_a_request_fails_alone_if_its_evicted_adapter_has_no_files(
     llm: Any, make: Callable[..., LoRARequest]
 ) -> None:
     first, *others = (make(f"v{n}", n, n) for n in range(1, 4))
@@ -235,7 +235,7 @@ def test_an_adapter_that_nobody_asked_for_lately_fails_its_next_request_alone(
     assert len(adapted(llm, others[-1])) == 8
 
 
-def test_memory_keeps_what_is_needed_and_one_that_is_not(
+def test_memory_keeps_needed_adapters_and_one_that_is_not_needed(
     llm: Any, make: Callable[..., LoRARequest]
 ) -> None:
     """As many as `max_cpu_loras`, which is 1 here."""

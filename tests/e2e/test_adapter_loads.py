@@ -105,7 +105,7 @@ def test_an_adapter_outside_of_the_allowed_folders_is_not_looked_at(
 
 
 @pytest.mark.parametrize("path", ["~/adapter", "someone/adapter", "adapter", "./here"])
-def test_a_path_that_vllm_would_look_for_is_refused_where_folders_are_allowed(
+def test_a_path_that_vllm_would_look_for_is_rejected_where_folders_are_allowed(
     llm: Any,
     adapter: LoRARequest,
     old: Path,
@@ -200,7 +200,7 @@ def test_a_pinned_adapter_stays_pinned(
     assert pinned(llm) == {adapter.lora_int_id}
 
 
-def test_a_new_adapter_that_does_not_fit_is_on_no_rank(
+def test_a_new_adapter_that_does_not_fit_is_loaded_on_no_rank(
     llm: Any, adapter: LoRARequest
 ) -> None:
     of_a_larger_model(Path(adapter.lora_path))
@@ -231,7 +231,7 @@ def test_requests_go_on_with_the_new_weights(
         assert list(choice.token_ids)[: first.end] == before[: first.end]
 
 
-def test_requests_without_the_adapter_do_not_hear_of_it(
+def test_replacing_an_adapter_does_not_affect_requests_without_it(
     llm: Any, adapter: LoRARequest
 ) -> None:
     def replace() -> None:
@@ -257,7 +257,7 @@ def test_spans_name_the_adapter_and_its_load_in_replies(
     assert later == span | {"adapter_load": span["adapter_load"] + 1}
 
 
-def test_an_adapter_that_is_let_go_under_its_request_is_another_load(
+def test_removing_an_adapter_under_its_request_begins_a_new_load_in_the_spans(
     llm: Any, adapter: LoRARequest
 ) -> None:
     def let_go() -> None:

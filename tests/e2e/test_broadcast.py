@@ -85,7 +85,7 @@ def test_tokens_flow_while_a_trainer_sends(
     assert greedy(llm) == fresh
 
 
-def test_weights_that_the_model_refuses_leave_the_group_good(
+def test_a_group_stays_usable_after_the_model_rejects_an_update(
     llm: Any, trainer: Any, source: CheckpointSource, fresh: list[list[int]]
 ) -> None:
     before = greedy(llm)

@@ -127,7 +127,7 @@ def is_refused(llm: Any, folder: Path, *chunks: dict[str, Any]) -> WeightsMismat
     return refusal.value
 
 
-def test_a_version_without_what_the_score_is_made_of_is_refused_by_its_name(
+def test_a_version_without_the_tensor_that_makes_the_score_is_rejected_by_name(
     reranker: Any, checkpoint: Callable[..., Path]
 ) -> None:
     new = checkpoint(1)
@@ -137,7 +137,7 @@ def test_a_version_without_what_the_score_is_made_of_is_refused_by_its_name(
     send(reranker, new, {})  # the next one is taken
 
 
-def test_a_head_that_lacks_the_rows_is_refused_by_its_name(
+def test_a_head_without_the_rows_of_the_score_is_rejected_by_name(
     reranker: Any, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     shutil.copytree(checkpoint(1), tmp_path, dirs_exist_ok=True)
@@ -148,7 +148,7 @@ def test_a_head_that_lacks_the_rows_is_refused_by_its_name(
     assert error.tensors == list(HEAD)
 
 
-def test_a_bias_that_the_score_has_not_is_refused_and_leaves_no_trace(
+def test_a_tensor_for_a_bias_that_the_score_lacks_is_rejected_and_changes_nothing(
     reranker: Any, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     """vLLM's loader would give the layer one, in the tree that it loads."""

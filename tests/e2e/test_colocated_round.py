@@ -94,7 +94,7 @@ def check_went_on(
 
 @pytest.mark.parametrize("order", [*itertools.permutations(BOTH), (None,)])
 @pytest.mark.parametrize("tags", [("kv_cache",), ("weights",), BOTH, None])
-def test_retracted_requests_go_on_under_the_weights_that_came_meanwhile(
+def test_retracted_requests_continue_under_the_weights_that_arrived_during_sleep(
     sleeper: Door, folders: dict[str, Path], tags: Any, order: Any
 ) -> None:
     core = sleeper.core
@@ -155,7 +155,7 @@ def test_requests_stay_in_place_with_their_kv_while_the_weights_are_away(
 
 @pytest.mark.parametrize("is_paused", [True, False])
 @pytest.mark.parametrize("tags", [["kv_cache"], None])
-def test_kv_that_stays_in_place_is_not_given_back(
+def test_a_release_is_rejected_while_requests_stay_in_place(
     sleeper: Door, folders: dict[str, Path], tags: Any, is_paused: bool
 ) -> None:
     core = sleeper.core
@@ -193,7 +193,9 @@ def test_a_release_may_retract_what_a_pause_holds_in_place(sleeper: Door) -> Non
 
 
 @pytest.mark.parametrize("tags", [["kv_cache"], ["weights"], None])
-def test_without_a_mode_and_a_pause_requests_end(sleeper: Door, tags: Any) -> None:
+def test_a_release_without_a_mode_or_a_pause_aborts_the_requests(
+    sleeper: Door, tags: Any
+) -> None:
     streams = begin(sleeper.core)
     told = sleeper.post(RELEASE, **({} if tags is None else {"tags": tags}))
     assert (told["mode"], told["num_aborted"]) == ("abort", 3)
@@ -286,7 +288,7 @@ def test_upstreams_release_of_the_kv_cache_keeps_requests(
     check_went_on(core, streams.run(), before, "old")
 
 
-def test_upstreams_release_of_the_kv_cache_is_refused_under_requests_in_place(
+def test_upstreams_release_of_the_kv_cache_is_rejected_under_requests_in_place(
     sleeper: Door,
 ) -> None:
     core = sleeper.core
@@ -299,7 +301,7 @@ def test_upstreams_release_of_the_kv_cache_is_refused_under_requests_in_place(
     assert streams.run().tokens == expected
 
 
-def test_there_is_a_way_back_over_a_kv_cache_that_slept_and_none_over_weights(
+def test_a_rollback_works_after_a_sleep_of_the_kv_cache_but_not_of_the_weights(
     sleeper: Door, folders: dict[str, Path]
 ) -> None:
     core = sleeper.core
@@ -335,7 +337,7 @@ def test_an_update_under_way_ends_with_the_weights_and_not_with_the_kv_cache(
     assert core.model_executor.sleeping_tags == set()
 
 
-def test_one_of_the_requests_can_be_aborted_while_all_of_it_sleeps(
+def test_a_single_request_can_be_aborted_while_weights_and_kv_cache_sleep(
     sleeper: Door, folders: dict[str, Path]
 ) -> None:
     core = sleeper.core
@@ -373,7 +375,9 @@ def test_a_lease_that_runs_out_does_not_have_the_engine_go_on_without_memory(
     check_went_on(core, streams.run(), before, "new")
 
 
-def test_part_after_part_can_be_given_back_and_a_part_twice(sleeper: Door) -> None:
+def test_weights_and_kv_cache_can_be_released_one_by_one_and_repeatedly(
+    sleeper: Door,
+) -> None:
     core = sleeper.core
     streams = begin(core)
     before = copied(streams)

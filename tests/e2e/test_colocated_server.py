@@ -137,7 +137,7 @@ def by_upstreams_sleep(server: Server) -> None:
 
 
 @pytest.mark.parametrize("fall_asleep", [by_mode, by_pause, by_upstreams_sleep])
-def test_streams_go_on_with_the_tokens_of_the_weights_that_came_meanwhile(
+def test_streams_continue_with_tokens_of_the_weights_that_arrived_during_sleep(
     server: Server, new: Path, fall_asleep: Callable[[Server], None]
 ) -> None:
     streams = streaming(server)
@@ -195,7 +195,9 @@ def test_requests_that_a_pause_holds_in_place_are_not_lost_by_a_release(
         assert stream.tokens == generated(server, prompt, TOKENS)
 
 
-def test_a_release_that_keeps_waits_for_a_pause_that_waits(server: Server) -> None:
+def test_a_retracting_release_is_rejected_until_a_waiting_pause_has_ended(
+    server: Server,
+) -> None:
     streams = streaming(server)
     pausing = threading.Thread(
         target=lambda: server.client.post("/pause_generation", json={"mode": "wait"})

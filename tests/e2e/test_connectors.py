@@ -48,7 +48,7 @@ def serve(start: Callable[..., Any], old: Path, tmp_path: Path) -> Callable[...,
     return llm
 
 
-def test_a_connector_that_drops_its_cache_has_done_so_at_the_commit(
+def test_a_dropping_connector_has_dropped_its_cache_when_the_commit_returns(
     serve: Callable[..., LLM], start: Callable[..., Any], new: Path, tmp_path: Path
 ) -> None:
     llm = serve("DroppingConnector")
@@ -63,7 +63,7 @@ def test_a_connector_that_drops_its_cache_has_done_so_at_the_commit(
     assert after != before
 
 
-def test_without_that_the_same_update_reads_stale_kv_from_it(
+def test_an_update_reads_stale_kv_from_a_connector_that_keeps_its_cache(
     serve: Callable[..., LLM], start: Callable[..., Any], new: Path
 ) -> None:
     llm = serve("ExampleConnector", "shared")

@@ -100,7 +100,9 @@ def test_the_control_port_asks_for_the_admin_key(
     assert reply.status_code == status
 
 
-def test_no_key_is_ever_told(server: Server, control: httpx.Client) -> None:
+def test_no_reply_and_no_log_contains_a_key(
+    server: Server, control: httpx.Client
+) -> None:
     control.post("/update_weights_from_disk", json={"path": "/nowhere"})
     control.post("/start_weight_update", content=b"{" * 10)
     control.get("/weight_info", headers={"Authorization": f"Bearer {KEY}x"})

@@ -54,7 +54,7 @@ def test_a_commit_between_two_steps_splits_a_running_stream(
     assert_replays(reference, streams, "r", prompt(1))
 
 
-def test_ctrl_c_twice_in_a_flip_leaves_what_is_told_and_what_is_served_alike(
+def test_label_and_weights_agree_after_ctrl_c_twice_during_a_flip(
     core: EngineCore,
     folders: dict[str, Path],
     reference: Reference,
@@ -87,7 +87,7 @@ def test_ctrl_c_twice_in_a_flip_leaves_what_is_told_and_what_is_served_alike(
     assert_replays(reference, streams, "r", prompt(1))
 
 
-def test_staging_alone_changes_no_token(
+def test_staging_without_a_commit_changes_no_token(
     core: EngineCore, folders: dict[str, Path], reference: Reference
 ) -> None:
     add(core, "r", prompt(2))
@@ -203,7 +203,7 @@ def test_frozen_requests_cannot_lose_their_kv(core: EngineCore) -> None:
     assert call(core, "paused")["is_paused"] is False
 
 
-def test_an_update_begins_when_every_transfer_before_it_has_let_go(
+def test_an_update_begins_only_after_all_earlier_transfers_have_ended(
     core: EngineCore, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, told, seen = threading.Event(), threading.Event(), []
@@ -248,7 +248,7 @@ def test_an_update_begins_when_every_transfer_before_it_has_let_go(
     assert set(Streams(core).run().stamps["r"]) == {"new"}
 
 
-def test_a_failure_that_would_not_fit_the_board_is_told_and_not_waited_for(
+def test_a_failure_too_large_for_the_status_board_is_reported_without_delay(
     core: EngineCore, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     verdict = UpdateLoader.verdict

@@ -176,7 +176,7 @@ def test_a_pause_and_a_chunk_count_what_is_in_both(server: Server, new: Path) ->
 
 
 @pytest.mark.parametrize(("mode", "label"), [("in_place", "new"), ("retract", "old")])
-def test_calls_of_one_life_may_come_to_either_api_server(
+def test_the_calls_of_one_pause_and_update_may_go_to_either_api_server(
     apis: list[ApiServer], folders: dict[str, Path], mode: str, label: str
 ) -> None:
     """One pauses, the other one updates and lets go on; requests came to both."""
@@ -207,7 +207,7 @@ def told_alike(apis: list[ApiServer]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("turn", [1, -1], ids=["from the first", "from the second"])
-def test_both_api_servers_tell_of_one_update_its_commit_and_its_rollback(
+def test_both_api_servers_report_an_update_its_commit_and_its_rollback(
     apis: list[ApiServer], old: Path, new: Path, turn: int
 ) -> None:
     here, there = apis[::turn]
@@ -283,7 +283,7 @@ def test_a_renewal_at_either_api_server_only_renews_and_its_end_lets_both_go_on(
         assert each(api, "leases_expired") == [number + 1 for number in before]
 
 
-def test_an_engine_that_hangs_takes_no_metrics_of_the_other_away(
+def test_metrics_of_an_engine_are_served_while_the_other_engine_hangs(
     server: Server,
 ) -> None:
     until(lambda: epochs(server) == {"0", "1"}, "not both are told of")

@@ -59,7 +59,7 @@ def test_a_server_that_serves_is_healthy(server: Server, new: Path) -> None:
     assert "'n' (epoch" in findings["weights"]["found"]
 
 
-def test_without_the_key_it_says_that_one_is_needed(server: Server) -> None:
+def test_the_doctor_reports_that_control_routes_need_a_key(server: Server) -> None:
     code, findings = visit(server, key=None)
     assert code == 1
     assert findings["control routes"]["found"] == "they need a key"
@@ -106,7 +106,7 @@ def test_an_update_that_stands_still_needs_attention_until_it_is_given_up(
     assert findings["update"]["found"] == "'left' was aborted"
 
 
-def test_the_last_update_failed_and_the_reason_is_told(
+def test_the_doctor_reports_a_failed_update_with_its_reason(
     server: Server, old: Path
 ) -> None:
     server.post("/update_weights_from_disk", {"path": "/nowhere"})
@@ -140,7 +140,7 @@ def health(server: Server) -> int:
     return server.client.get("/health").status_code
 
 
-def test_an_engine_core_that_hangs_is_told_before_health_gives_it_up(
+def test_the_doctor_reports_a_hanging_engine_core_before_health_does(
     server: Server,
 ) -> None:
     # It may have been stopped a moment ago, and have that to catch up with.

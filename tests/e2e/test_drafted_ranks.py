@@ -97,7 +97,7 @@ def test_model_and_drafter_equal_a_fresh_engines_on_both_ranks(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_wrong_tensor_of_the_drafter_on_one_rank_changes_neither(
+def test_a_wrong_tensor_of_the_drafter_on_one_rank_changes_no_rank(
     seen: dict[str, Any], rank: int
 ) -> None:
     for named in seen[f"rank {rank}"]:

@@ -98,7 +98,7 @@ def shares(llm: Any) -> int:
     return sum(id(param) in own for param in worker.get_draft_model().parameters())
 
 
-def test_either_changes_alone_or_both_at_once_and_back(
+def test_model_and_drafter_are_updated_alone_or_together_and_rolled_back(
     llm: Any, said: Said, new: Path, drafters: dict[str, Path]
 ) -> None:
     """Drafts too are those of a fresh engine: no layer is of another version."""
@@ -166,7 +166,7 @@ def read(llm: Any, **selected: Any) -> dict[str, str]:
     return found
 
 
-def test_the_digest_is_the_models(
+def test_the_digest_covers_the_model_without_its_drafter(
     llm: Any, old: Path, new: Path, drafters: dict[str, Path]
 ) -> None:
     with_both = llm.update_weights_from_disk(
@@ -192,7 +192,7 @@ def test_requests_live_through_commits_of_both(
         assert spans == [("old", 0, middle), ("new", middle, 60)]
 
 
-def test_a_drafter_is_no_model_in_the_place_of_one_that_is_gone(
+def test_a_drafter_alone_is_rejected_while_the_models_weights_are_gone(
     llm: Any, old: Path, drafters: dict[str, Path]
 ) -> None:
     core = llm.llm_engine.engine_core.engine_core
@@ -204,7 +204,7 @@ def test_a_drafter_is_no_model_in_the_place_of_one_that_is_gone(
     assert llm.weight_info()["weights"] == "live"
 
 
-def test_half_a_drafter_is_refused_with_what_is_missing(
+def test_an_incomplete_drafter_is_rejected_with_the_names_of_missing_tensors(
     llm: Any, said: Said, new: Path, drafters: dict[str, Path], tmp_path: Path
 ) -> None:
     tensors = load_file(drafters["new"] / "model.safetensors")

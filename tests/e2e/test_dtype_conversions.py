@@ -32,7 +32,7 @@ def sent(
 
 
 @pytest.mark.parametrize("dtype", TOO_LARGE, ids=str)
-def test_a_number_that_is_infinite_in_the_dtype_it_is_served_in_is_refused(
+def test_a_tensor_that_is_infinite_in_the_served_dtype_is_rejected(
     start: Callable[..., Any], old: Path, new: Path, tmp_path: Path, dtype: torch.dtype
 ) -> None:
     llm = start(old, dtype=str(dtype).removeprefix("torch."))
@@ -59,7 +59,7 @@ def test_a_number_that_is_infinite_in_the_dtype_it_is_served_in_is_refused(
     assert llm.get_weight_version() == "asked for"
 
 
-def test_a_number_that_is_infinite_in_fp16_alone_is_refused_as_bf16_too(
+def test_a_number_that_is_infinite_in_fp16_alone_is_rejected_as_bf16_too(
     start: Callable[..., Any], old: Path, new: Path, tmp_path: Path
 ) -> None:
     llm = start(old, dtype="float16")

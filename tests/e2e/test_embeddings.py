@@ -46,7 +46,7 @@ def test_embeddings_equal_a_fresh_engines_after_every_commit_and_rollback(
         assert embedded(llm) == before
 
 
-def test_an_encoder_embeds_and_refuses_what_its_loader_collects_first(
+def test_an_encoder_whose_loader_collects_all_tensors_first_embeds_and_rejects_updates(
     start: Callable[..., Any], checkpoint: Callable[..., Path]
 ) -> None:
     old, new = (checkpoint(seed, family="bert") for seed in (0, 1))

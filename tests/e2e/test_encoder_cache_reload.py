@@ -66,7 +66,7 @@ def finish(llm: Any) -> dict[str, list[int]]:
     raise AssertionError("requests did not finish")
 
 
-def test_a_request_in_the_middle_of_a_picture_sees_it_again(
+def test_a_request_recomputes_the_output_of_a_half_read_picture_after_a_reload(
     llm: Any, old: Path, new: Path
 ) -> None:
     reload(llm, new)
@@ -101,7 +101,7 @@ def test_pictures_seen_before_are_seen_with_what_was_reloaded(
     assert described(llm) == expected
 
 
-def test_a_session_in_the_middle_of_a_picture_refuses_a_reload(
+def test_a_session_in_the_middle_of_a_picture_rejects_a_reload(
     llm: Any, new: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scheduler = look(llm, "session")

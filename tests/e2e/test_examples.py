@@ -32,7 +32,7 @@ def run(example: str) -> str:
     return done.stdout
 
 
-def test_a_trainer_and_an_llm_in_one_script():
+def test_the_example_with_a_trainer_and_an_llm_in_one_script_learns():
     shown = run("llm_in_one_script")
     said = re.findall(r"\[(\S+)\] '(.*)'", shown)
     assert [version for version, _ in said] == [
@@ -82,7 +82,7 @@ def test_a_stream_is_paused_and_goes_on():
     assert labels == ["default", "after-in_place", "after-in_place", "after-retract"]
 
 
-def test_rollouts_that_live_through_updates_know_their_ratios():
+def test_the_partial_rollout_example_reports_the_ratios_of_each_version():
     shown = run("partial_rollouts")
     kept, recomputed = shown.split("retract:")
     for part, is_exact in ((kept, False), (recomputed, True)):
@@ -98,7 +98,7 @@ def freed(shown: str) -> list[float]:
     return [float(gib) for gib in re.findall(r"([\d.]+) GiB more", shown)]
 
 
-def test_a_hybrid_engine_learns_or_says_what_it_needs():
+def test_the_hybrid_engine_example_learns_or_says_that_it_needs_a_gpu():
     shown = run("hybrid_engine")
     if not torch.cuda.is_available():
         assert "on GPUs only" in shown

@@ -87,7 +87,7 @@ def launched(paths: dict[str, Path], num_ranks: int) -> list[dict[str, Any]]:
         return list(both.map(run, "01"))
 
 
-def test_ranks_of_an_external_launcher_serve_and_are_refused_alike(
+def test_ranks_of_an_external_launcher_serve_and_are_rejected_alike(
     paths: dict[str, Path],
 ) -> None:
     """Each is an engine of its own, and would change alone."""

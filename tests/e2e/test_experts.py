@@ -76,7 +76,7 @@ def spoilt(checkpoint: Path, folder: Path) -> tuple[Path, Path]:
     return short, odd
 
 
-def test_experts_that_ranks_share_out_are_exchanged_on_both_of_them(
+def test_experts_shared_out_over_two_ranks_are_exchanged_on_both(
     old: Path, new: Path, tmp_path: Path
 ) -> None:
     seen = run_script("shared_experts", old, new, *spoilt(new, tmp_path))

@@ -24,13 +24,13 @@ def test_an_error_of_one_rank_keeps_its_type_its_code_and_its_text(
 
 
 @pytest.mark.parametrize("call", ["reload", "sleep"])
-def test_a_call_that_one_rank_refuses_changes_nothing_on_either(
+def test_a_call_that_one_rank_rejects_changes_no_rank(
     seen: dict[str, Any], call: str
 ) -> None:
     assert seen[f"{call} has changed nothing"]
 
 
-def test_layers_that_one_rank_cannot_put_back_hold_decoding_until_others_come(
+def test_layers_that_one_rank_cannot_restore_hold_decoding_until_an_update(
     seen: dict[str, Any],
 ) -> None:
     assert "of the extension" in seen["breaks off"][2]

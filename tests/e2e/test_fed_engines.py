@@ -41,7 +41,7 @@ def feed(kind: str, old: Path, new: Path, *sources: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llm", "async_llm", "two_engines"])
-def test_what_files_and_a_trainer_send_is_what_every_rank_serves(
+def test_every_rank_serves_the_weights_from_files_and_from_a_trainer(
     old: Path, new: Path, kind: str
 ) -> None:
     feed(kind, old, new, "files", "inflight_gloo")

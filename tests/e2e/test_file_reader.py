@@ -121,7 +121,7 @@ def test_a_file_cut_short_in_the_middle_leaves_what_is_served(
     ["files.receiver_engine.Receiver", "buckets.reassembly.Reassembly.make_room"],
     ids=["buckets", "pieces"],
 )
-def test_without_memory_for_buckets_files_are_read_all_the_same(
+def test_files_are_read_even_if_there_is_no_memory_for_buckets(
     served: Any,
     made: list[FileReader],
     fresh: list[list[int]],

@@ -63,7 +63,7 @@ def test_files_that_lie_about_themselves_are_malformed(
     ],
     ids=["20,000 unknown ones", "long ones", "odd ones"],
 )
-def test_whatever_its_tensors_are_called_a_file_is_refused_at_once(
+def test_a_file_with_hostile_tensor_names_is_rejected_at_once(
     fenced: Any, root: Path, before: Any, names: list[str]
 ) -> None:
     save_file({name: torch.zeros(1) for name in names}, root / "names.safetensors")
@@ -73,7 +73,7 @@ def test_whatever_its_tensors_are_called_a_file_is_refused_at_once(
     assert len(json.dumps(caught.value.to_dict())) < 100_000
 
 
-def test_a_tensor_of_a_kind_that_no_model_has_is_refused_by_name(
+def test_a_tensor_of_a_dtype_that_no_model_has_is_rejected_by_name(
     fenced: Any, root: Path, before: Any
 ) -> None:
     path = root / "complex.safetensors"
@@ -155,7 +155,7 @@ def test_values_that_are_no_path_are_rejected(fenced: Any, before: Any) -> None:
         assert caught.value.status in (400, 403)
 
 
-def test_a_name_in_shared_memory_leads_to_nothing_else(
+def test_a_name_in_shared_memory_cannot_lead_to_another_file(
     fenced: Any, root: Path, before: Any
 ) -> None:
     link = Path("/dev/shm") / f"vllm-inflight-test-{root.name}"

@@ -278,7 +278,7 @@ def play(server: Server, folders: Path, commands: str) -> tuple[int, str]:
     return done.returncode, done.stdout.strip() + done.stderr
 
 
-def test_metrics_tell_of_updates_beside_upstreams(
+def test_metrics_report_updates_beside_upstreams_metrics(
     server: Server, folders: Path
 ) -> None:
     def read() -> dict[str, float]:

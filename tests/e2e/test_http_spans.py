@@ -201,7 +201,7 @@ def test_every_chunk_says_which_weights_sampled_the_tokens_so_far(
     assert {tuple(in_order(tokens)) for tokens in known.values()} == {tuple(versions)}
 
 
-def test_a_request_that_a_commit_ends_says_what_it_had(
+def test_a_request_that_a_commit_aborts_returns_its_tokens_and_their_versions(
     server: Server, folders: list[Path]
 ) -> None:
     old = publish(server, folders[0], "old")

@@ -51,7 +51,7 @@ def events(server: Server, path: str, body: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_the_headers_of_a_reply_name_the_version_it_was_made_of(
+def test_the_headers_of_a_reply_name_the_version_that_made_the_reply(
     server: Server, path: str
 ) -> None:
     reply = server.client.post(path, json=BODIES[path])
@@ -60,7 +60,7 @@ def test_the_headers_of_a_reply_name_the_version_it_was_made_of(
     assert reply.headers["X-Weight-Epoch"] == "1"
 
 
-def test_a_reply_without_tokens_has_no_such_header(server: Server) -> None:
+def test_a_reply_without_tokens_has_no_version_header(server: Server) -> None:
     reply = server.client.post("/v1/completions", json={"model": "other"})
     assert reply.status_code >= 400
     assert "X-Weight-Version" not in reply.headers
@@ -96,14 +96,16 @@ def test_without_a_key_only_a_direct_caller_on_this_host_is_answered(
     assert server.client.get("/weight_info").json() == before
 
 
-def test_a_proxy_that_adds_no_header_is_told_by_its_http(server: Server) -> None:
+def test_a_proxy_that_adds_no_header_is_detected_by_its_http_version(
+    server: Server,
+) -> None:
     host, _, port = server.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port)), timeout=60) as wire:
         wire.sendall(b"GET /flush_cache HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n")
         assert wire.makefile("rb").readline().split()[1] == b"403"
 
 
-def test_a_label_is_echoed_exactly_wherever_it_stands(server: Server) -> None:
+def test_a_label_with_special_characters_is_returned_exactly(server: Server) -> None:
     assert server.client.get("/weight_info").json()["weight_version"] == LABEL
     for path in CHOICES:
         for choice in server.post(path, BODIES[path])["choices"]:
@@ -121,7 +123,7 @@ def test_a_response_has_the_spans_of_its_last_turn(server: Server) -> None:
 
 
 @pytest.mark.parametrize("path", CHOICES)
-def test_a_client_that_cannot_bear_unknown_fields_gets_none(
+def test_a_client_that_rejects_unknown_fields_can_switch_the_spans_off(
     server: Server, path: str
 ) -> None:
     body = BODIES[path] | {"vllm_xargs": {"weight_versions": 0}}
@@ -187,7 +189,9 @@ def test_an_aborted_chat_goes_on_from_its_prompt_and_tokens(server: Server) -> N
     assert had + generated(prompt + had, 50) == whole
 
 
-def test_an_aborted_reply_says_so_whole_and_streamed(server: Server) -> None:
+def test_whole_and_streamed_replies_report_that_they_were_aborted(
+    server: Server,
+) -> None:
     """Where there is no `finish_reason`, by the words that the route has."""
     long: dict[str, dict[str, Any]] = {
         "/v1/responses": {"model": "tiny", "input": "hello", "max_output_tokens": 900},

@@ -73,7 +73,7 @@ def test_weights_received_in_place_equal_a_fresh_load(play):
 
 
 @pytest.mark.slow
-def test_every_family_is_received_in_place_as_a_fresh_load_has_it(play):
+def test_every_familys_weights_received_in_place_equal_a_fresh_load(play):
     names = [name for name in FAMILIES if name not in UNPLAYED]
     told = play(*(f"{n}:{HIDDEN.get(n, 128)}" for n in names))
     assert [each["family"] for each in told] == names

@@ -45,7 +45,7 @@ def served(llm: Any) -> tuple[Any, ...]:
     return info["weight_version"], info["step"], info["digest"], said(llm)
 
 
-def test_after_a_restart_the_version_is_had_again(
+def test_a_restarted_engine_restores_the_journaled_version(
     restart: Callable[..., Any],
     checkpoint: Callable[..., Path],
     new: Path,
@@ -70,7 +70,7 @@ def test_after_a_restart_the_version_is_had_again(
         llm.restore_weights()
 
 
-def test_a_folder_that_was_written_over_does_not_pass_for_what_it_held(
+def test_a_journaled_folder_that_was_overwritten_is_not_restored(
     restart: Callable[..., Any],
     checkpoint: Callable[..., Path],
     new: Path,
@@ -114,7 +114,7 @@ def test_a_later_folder_that_was_written_over_leaves_the_one_before_it_served(
     assert served(llm) == ("update-1", *whole[1:])
 
 
-def test_restoring_a_version_of_several_updates_spends_one_start(
+def test_restoring_a_version_of_several_updates_counts_as_one_start(
     restart: Callable[..., Any],
     checkpoint: Callable[..., Path],
     new: Path,

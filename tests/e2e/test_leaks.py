@@ -45,7 +45,7 @@ def parameters_of(llm: Any) -> list[Any]:
         pytest.param(False, 3600, marks=pytest.mark.slow),
     ],
 )
-def test_an_engine_that_is_dropped_leaves_no_weights_to_the_next(
+def test_a_dropped_engine_frees_its_weights(
     checkpoint: Callable[..., Path], is_shut_down: bool, scrub_interval_s: float
 ) -> None:
     from vllm import LLM

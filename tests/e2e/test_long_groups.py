@@ -84,7 +84,7 @@ def stays_flat(act: Callable[[int], None], first: int, each: int) -> None:
     until(are_back, f"{COUNTS} were {before}, and became {held()}", 20)
 
 
-def test_hundreds_of_updates_in_one_group_leave_nothing(
+def test_hundreds_of_updates_in_one_group_leak_nothing(
     llm: Any, fresh: list[list[int]], old: Path, new: Path, backend: str
 ) -> None:
     before = greedy(llm)
@@ -104,7 +104,7 @@ def test_hundreds_of_updates_in_one_group_leave_nothing(
         assert greedy(llm) == fresh
 
 
-def test_many_groups_one_after_another_leave_nothing(
+def test_many_groups_one_after_another_leak_nothing(
     llm: Any, fresh: list[list[int]], old: Path, new: Path, backend: str
 ) -> None:
     with FarTrainer(llm, backend, old, bucket_bytes=BUCKET_BYTES) as far:
@@ -118,7 +118,7 @@ def test_many_groups_one_after_another_leave_nothing(
         assert greedy(llm) == fresh
 
 
-def test_memory_that_is_kept_is_told() -> None:
+def test_the_leak_check_detects_memory_that_is_kept() -> None:
     kept: list[torch.Tensor] = []
 
     def keep(count: int) -> None:

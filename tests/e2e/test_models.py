@@ -54,7 +54,7 @@ def test_a_tied_head_in_the_checkpoint_is_not_a_tensor_too_many(
     assert llm.finish_weight_update("new")["weight_version"] == "new"
 
 
-def test_staging_off_refuses_updates_and_serves(
+def test_staging_off_rejects_updates_and_serves(
     start: Callable[..., Any], checkpoint: Callable[..., Path]
 ) -> None:
     inflight = {"staging": "off", "update_deadline_s": 5}
@@ -75,7 +75,7 @@ def test_staging_off_refuses_updates_and_serves(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_device_staging_without_a_gpu_is_refused_by_name(
+def test_device_staging_without_a_gpu_is_rejected_by_name(
     start: Callable[..., Any], checkpoint: Callable[..., Path]
 ) -> None:
     inflight = {"staging": "device"}
@@ -83,7 +83,7 @@ def test_device_staging_without_a_gpu_is_refused_by_name(
         start(checkpoint(0), additional_config={"inflight": inflight})
 
 
-def test_a_bad_knob_is_refused_before_anything_starts(
+def test_a_bad_knob_is_rejected_before_anything_starts(
     start: Callable[..., Any], checkpoint: Callable[..., Path]
 ) -> None:
     with pytest.raises(ConfigError, match="verify must be one of digest, served, off"):
@@ -117,7 +117,7 @@ def test_a_layer_that_hides_weights_is_named() -> None:
 
 
 @pytest.mark.parametrize("method", ["medusa", "dflash"])
-def test_other_drafters_with_weights_are_refused_by_their_method(method: str) -> None:
+def test_other_drafters_with_weights_are_rejected_by_their_method(method: str) -> None:
     config = {"speculative_config": SimpleNamespace(method=method)}
     reason = support.config_obstacle(SimpleNamespace(**CONFIG | config))
     assert reason is not None
@@ -128,7 +128,7 @@ def test_other_drafters_with_weights_are_refused_by_their_method(method: str) ->
     ("device", "kind"),
     [("cpu", "Qwen3NextMTP"), *((d, "OpenPanguMTPModel") for d in ("cpu", "cuda"))],
 )
-def test_mtp_layers_of_other_architectures_are_refused_by_name(
+def test_mtp_layers_of_other_architectures_are_rejected_by_name(
     device: str, kind: str
 ) -> None:
     config = {
@@ -144,7 +144,7 @@ def test_mtp_layers_of_other_architectures_are_refused_by_name(
     )
 
 
-def test_a_quantised_drafter_is_refused() -> None:
+def test_a_quantised_drafter_is_rejected() -> None:
     config = SimpleNamespace(
         method="eagle", draft_model_config=SimpleNamespace(quantization="fp8")
     )
@@ -156,7 +156,7 @@ def test_a_quantised_drafter_is_refused() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_mtp_layers_beside_a_quantised_model_are_refused(device: str) -> None:
+def test_mtp_layers_beside_a_quantised_model_are_rejected(device: str) -> None:
     model = SimpleNamespace(enable_sleep_mode=False, quantization="fp8", model="m")
     drafter = SimpleNamespace(
         quantization=None, architectures=["MiMoMTPModel"], model="m"

@@ -209,7 +209,7 @@ def test_tensors_sent_once_update_model_and_mtp_layers(
 @pytest.mark.parametrize(
     "end", [None, "", "mlp.", "self_attn.k"], ids=["norm", "all", "mlp", "k"]
 )
-def test_a_source_without_mtp_tensors_is_refused_by_their_names(
+def test_a_source_without_mtp_tensors_is_rejected_by_the_names_of_these_tensors(
     llm: Any,
     said: dict[Labels, Drafted],
     tensors: dict[str, torch.Tensor],
@@ -247,7 +247,7 @@ def test_tensors_that_a_layer_cannot_load_are_rejected_by_name(
     assert drafted(llm) == said["old", "old"]
 
 
-def test_an_update_of_the_drafter_alone_is_refused(
+def test_an_update_of_the_drafter_alone_is_rejected(
     llm: Any, said: dict[Labels, Drafted], new: str
 ) -> None:
     for path in (new, None):
@@ -261,7 +261,7 @@ def test_an_update_of_the_drafter_alone_is_refused(
     assert drafted(llm) == said["old", "old"]
 
 
-def test_the_digest_is_the_checkpoints(
+def test_the_digest_of_a_model_with_mtp_layers_is_that_of_its_checkpoint(
     llm: Any,
     new: str,
     parts: dict[str, str],

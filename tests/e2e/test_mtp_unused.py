@@ -45,7 +45,7 @@ def begin(start: Callable[..., Any], kind: MtpKind) -> Callable[..., Any]:
     return engine
 
 
-def test_a_whole_checkpoint_may_have_them_and_none_may_come_alone(
+def test_unused_mtp_layers_may_come_in_a_whole_checkpoint_but_not_alone(
     begin: Callable[..., Any], kind: MtpKind, folders: list[Path], tmp_path: Path
 ) -> None:
     old, new = folders
@@ -76,7 +76,7 @@ def test_mtp_layers_that_draft_are_read_by_their_checkpoint_names(
         assert rows == tensors[kind.layer + end][:3].float().tolist()
 
 
-def test_those_of_another_checkpoint_are_refused(
+def test_updates_are_rejected_if_the_mtp_layers_come_from_another_checkpoint(
     begin: Callable[..., Any], folders: list[Path]
 ) -> None:
     old, new = map(str, folders)

@@ -163,7 +163,7 @@ def test_an_out_of_band_write_begins_a_version(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_nothing_goes_back_over_a_call_that_has_written(
+def test_no_rollback_crosses_a_call_that_wrote_weights(
     writable: EngineCore, folders: dict[str, Path], way: str, third: Path
 ) -> None:
     """A rollback and another one would serve what was written under the old label."""
@@ -211,7 +211,7 @@ def test_a_call_that_writes_nothing_changes_nothing(
     assert call(core, "rollback")["weight_version"] == "old"
 
 
-def test_an_adapter_of_an_update_that_decodes_is_no_write(
+def test_adapter_activations_during_an_update_do_not_count_as_writes(
     writable: EngineCore, folders: dict[str, Path]
 ) -> None:
     """Steps, commits and rollbacks change nothing that a call would be blamed for."""
@@ -391,7 +391,7 @@ def test_a_call_that_breaks_off_before_it_writes_changes_nothing(
 
 @pytest.mark.parametrize("method", ["tests_reload_and_fail", "tests_load_and_fail"])
 @pytest.mark.parametrize("is_healed_by", ["an update", "its own second try"])
-def test_a_call_that_breaks_off_as_it_writes_leaves_nothing_to_decode_with(
+def test_a_call_that_fails_during_its_write_leaves_no_weights_to_decode_with(
     writable: EngineCore,
     folders: dict[str, Path],
     wanted: Any,
@@ -421,7 +421,7 @@ def test_a_call_that_breaks_off_as_it_writes_leaves_nothing_to_decode_with(
     assert call(core, "info")["weights"] == "live"
 
 
-def test_layers_that_cannot_be_put_back_hold_decoding_until_they_can(
+def test_decoding_waits_while_layers_cannot_be_restored_after_a_failed_reload(
     writable: EngineCore, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = writable
@@ -512,7 +512,7 @@ def test_calls_that_need_all_weights_are_rejected_during_an_open_reload(
 
 
 @pytest.mark.parametrize("has_written", [False, True])
-def test_a_reload_that_nobody_ends_is_put_back_at_its_deadline(
+def test_an_unfinished_reload_is_ended_at_its_deadline(
     writable: EngineCore,
     folders: dict[str, Path],
     third: Path,
@@ -559,7 +559,7 @@ def test_an_engine_that_is_put_to_sleep_ends_a_reload_that_is_under_way(
     assert says(core, "after") == expected
 
 
-def test_a_reload_that_the_thread_that_steps_has_begun_is_broken_off_by_its_step(
+def test_an_unfinished_reload_begun_by_the_stepping_thread_is_ended_by_the_next_step(
     writable: EngineCore,
 ) -> None:
     """Nobody else would end it: whoever began it waits for tokens now."""
@@ -592,7 +592,7 @@ def test_a_step_in_the_middle_of_a_reload_does_not_end_the_engine(
 
 
 @pytest.mark.parametrize("method", ["tests_update"])
-def test_a_phase_of_an_update_that_an_extension_calls_alone_is_refused(
+def test_a_single_phase_of_an_update_called_by_an_extension_is_rejected(
     writable: EngineCore, folders: dict[str, Path], method: str
 ) -> None:
     core = writable

@@ -37,7 +37,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("door", "shape"), CELLS)
-def test_a_pause_and_an_update_in_the_middle_of_requests(
+def test_a_pause_and_an_update_during_requests_work_in_every_interface(
     checkpoint: Callable[..., Path], door: str, shape: str
 ) -> None:
     tp, dp = SHAPES[shape]

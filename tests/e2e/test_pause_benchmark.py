@@ -20,7 +20,7 @@ from benchmarks.gpu.pause_modes import (
 ROOT = Path(__file__).parents[2]
 
 
-def test_figures_are_those_of_the_arrivals() -> None:
+def test_the_benchmark_computes_its_figures_from_token_arrivals() -> None:
     # Two streams with a token every 0.1 s each; the change stops one of them for 1 s.
     steady = [(n / 10, 1) for n in range(1, 31)]
     stopped = [(at, n) for at, n in steady if not 1.05 < at < 2.05]

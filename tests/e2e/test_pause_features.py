@@ -83,7 +83,9 @@ def pause(llm: Any, mode: str) -> Callable[[], None]:
 # What compiles grammars warns when it is imported, and an error there ends requests.
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("mode", MODES)
-def test_a_grammar_goes_on_where_it_was(llm: Any, new: Path, mode: str) -> None:
+def test_structured_output_continues_after_a_pause_or_an_update(
+    llm: Any, new: Path, mode: str
+) -> None:
     structure = StructuredOutputsParams(regex=REGEX)
     params = SamplingParams(temperature=0, max_tokens=60, structured_outputs=structure)
     alone = lived(llm, params)
@@ -99,7 +101,9 @@ def test_a_grammar_goes_on_where_it_was(llm: Any, new: Path, mode: str) -> None:
 
 # ------------------------------------------------------------------------- n > 1
 @pytest.mark.parametrize("mode", MODES)
-def test_every_choice_of_several_goes_on(llm: Any, new: Path, mode: str) -> None:
+def test_every_choice_of_a_request_with_n_3_continues_after_a_pause_or_an_update(
+    llm: Any, new: Path, mode: str
+) -> None:
     params = SamplingParams(**GREEDY | {"n": 3, "temperature": 1.0, "seed": 5})
     alone = lived(llm, params)
     assert tokens(lived(llm, params, pause(llm, mode))) == tokens(alone)
@@ -117,7 +121,9 @@ def test_every_choice_of_several_goes_on(llm: Any, new: Path, mode: str) -> None
 
 # ----------------------------------------------------------- EOS still ends a stream
 @pytest.mark.parametrize("mode", MODES)
-def test_the_end_of_a_text_is_still_its_end(llm: Any, new: Path, mode: str) -> None:
+def test_an_eos_token_still_ends_a_stream_after_an_update(
+    llm: Any, new: Path, mode: str
+) -> None:
     eos = llm.get_tokenizer().eos_token_id
     # Not before the update, and not only by chance after it: numbers differ by machine.
     ends = {"min_tokens": 30, "logit_bias": {eos: 4.0}}
@@ -223,7 +229,9 @@ def test_a_stricter_pause_treats_what_was_queued_since_as_its_mode_says(
 
 
 # --------------------------------------------------------------------- KV's versions
-def test_a_request_may_ask_whose_kv_it_read(llm: Any, new: Path) -> None:
+def test_a_request_may_ask_which_version_computed_the_kv_that_it_read(
+    llm: Any, new: Path
+) -> None:
     params = SamplingParams(**GREEDY | {"extra_args": {"kv_versions": 1}})
     kept = lived(llm, params, lambda: llm.update_weights_from_disk(str(new), "new"))
     for index, choice in enumerate(kept):
@@ -243,7 +251,7 @@ def test_a_request_may_ask_whose_kv_it_read(llm: Any, new: Path) -> None:
         ("abort", "abort", 0, 2, True),
     ],
 )
-def test_a_pause_that_says_no_more_than_its_mode(
+def test_a_pause_with_only_a_mode_uses_the_defaults_of_that_mode(
     llm: Any,
     asked: str,
     mode: str,
@@ -264,7 +272,7 @@ def test_a_pause_that_says_no_more_than_its_mode(
 
 
 # ------------------------------------------- engines of their own, from here on
-def test_arrivals_are_refused_where_that_is_configured(
+def test_arrivals_are_rejected_where_that_is_configured(
     start: Callable[..., Any], old: Path
 ) -> None:
     from vllm.inflight.errors import EnginePaused

@@ -101,7 +101,7 @@ def test_a_request_that_announces_too_little_changes_nothing(
 
 
 @pytest.mark.parametrize("by_http", [True, False])
-def test_broadcasts_of_a_refused_request_are_never_read_as_the_next_ones(
+def test_broadcasts_of_a_rejected_request_are_never_read_as_the_next_ones(
     door: Door, trainer: TorchTrainer, folders: dict[str, Path], by_http: bool
 ) -> None:
     before = said(door.core)
@@ -126,7 +126,7 @@ def test_broadcasts_of_a_refused_request_are_never_read_as_the_next_ones(
 
 
 @pytest.mark.parametrize("by_http", [True, False])
-def test_a_refused_commit_costs_neither_the_group_nor_the_next_version(
+def test_a_rejected_commit_affects_neither_the_group_nor_the_next_version(
     door: Door,
     trainer: TorchTrainer,
     folders: dict[str, Path],
@@ -170,7 +170,7 @@ def test_a_refused_commit_costs_neither_the_group_nor_the_next_version(
         ),
     ],
 )
-def test_a_request_that_cannot_be_is_refused_by_name(
+def test_an_invalid_request_is_rejected_by_name(
     door: Door, folders: dict[str, Path], change: dict[str, Any], named: str
 ) -> None:
     body = request(folders["new"], 1).model_dump() | change
@@ -179,7 +179,7 @@ def test_a_request_that_cannot_be_is_refused_by_name(
 
 
 # ------------------------------------------------------------- of an engine's own
-def test_pause_and_update_of_an_llm(
+def test_pause_and_update_of_an_llm_serves_the_broadcast_weights(
     start: Callable[..., Any],
     fresh: list[list[int]],
     trainer: TorchTrainer,
@@ -207,7 +207,7 @@ def test_pause_and_update_of_an_llm(
     ],
     ids=["an extension", "a worker"],
 )
-def test_methods_that_the_workers_have_themselves_are_left_to_them(
+def test_worker_methods_of_the_users_own_extension_are_called_unchanged(
     start: Callable[..., Any], old: Path, new: Path, more: dict[str, Any]
 ) -> None:
     llm = start(old, **more)
@@ -229,7 +229,7 @@ def test_methods_that_the_workers_have_themselves_are_left_to_them(
 
 
 # -------------------------------------------------------- in PipelineRL's server
-def test_its_servers_own_steps_serve_what_is_broadcast(
+def test_pipelinerls_own_server_steps_serve_the_broadcast_weights(
     checkpoint: Callable[..., Path],
 ) -> None:
     old, new = checkpoint(0), checkpoint(1)

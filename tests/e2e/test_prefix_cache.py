@@ -68,7 +68,7 @@ def test_without_our_salt_the_same_sequence_reads_stale_kv(
     assert hit_tokens(core, "second", prompt(32, 100)) == 96
 
 
-def test_a_request_hashed_before_a_commit_and_admitted_after_it_reads_none(
+def test_a_request_hashed_before_a_commit_and_admitted_after_it_reads_no_old_kv(
     core: EngineCore, folders: dict[str, Path]
 ) -> None:
     assert hit_tokens(core, "first", prompt(33, 100)) == 0

@@ -146,7 +146,7 @@ def test_a_wrong_name_is_answered_by_the_nearest_one_and_changes_nothing(llm, ne
         assert to.publish("right").version == "right"
 
 
-def test_names_of_a_wrapper_are_found_out_and_told(llm, new, fresh):
+def test_name_map_auto_finds_and_reports_the_names_of_a_wrapper(llm, new, fresh):
     wrapped = {f"module.{name}": tensor for name, tensor in weights(new).items()}
     with Publisher(llm, wrapped, name_map="auto") as to:
         outcome = to.publish("auto")
@@ -215,7 +215,9 @@ def test_tokens_flow_while_a_trainer_publishes_over_http(server, old, new):
     assert all(choice[-1]["end"] == 900 for choice in spans)
 
 
-def test_over_http_the_error_is_the_one_the_engine_named(server, new, fresh):
+def test_an_error_over_http_keeps_the_type_and_text_that_the_engine_gave(
+    server, new, fresh
+):
     with Publisher(server.url, weights(new), api_key=KEY) as to:
         to.publish("good")
     wrong = {"model.norm.weight": "model.final_norm.weight"}
@@ -247,7 +249,9 @@ def test_a_busy_server_is_skipped_or_waited_for(server, new):
         server.post("/abort_weight_update", {"update_id": "elsewhere"})
 
 
-def test_publishing_to_an_engine_twice_at_once_leaves_it_whole(server, old, new, fresh):
+def test_two_publishers_at_once_leave_an_engine_with_one_whole_version(
+    server, old, new, fresh
+):
     """Two trainers wait for each other, and the last one's weights are served."""
     with (
         Publisher(server.url, weights(old), api_key=KEY) as first,

@@ -99,7 +99,7 @@ def test_quantised_weights_equal_a_fresh_engine_after_every_commit_and_rollback(
     ],
     ids=["int8", "fp8", "fp8-online", "int4"],
 )
-def test_biases_beside_quantised_weights_come_with_them(
+def test_biases_beside_quantised_weights_are_updated_with_them(
     start: Callable[..., Any],
     folder: Folder,
     kind: str | None,
@@ -110,7 +110,7 @@ def test_biases_beside_quantised_weights_come_with_them(
     commits_and_rollbacks(start(old, **options), old, new, fresh)
 
 
-def test_scales_of_activations_and_kernels_that_were_not_tried_are_refused_by_name(
+def test_scales_of_activations_and_kernels_that_were_not_tried_are_rejected_by_name(
     start: Callable[..., Any],
     folder: Folder,
     monkeypatch: pytest.MonkeyPatch,
@@ -128,7 +128,7 @@ def test_scales_of_activations_and_kernels_that_were_not_tried_are_refused_by_na
     assert len(greedy(llm)) == 8
 
 
-def test_on_several_ranks_are_refused_schemes_that_meet_and_those_not_seen_there(
+def test_schemes_with_shared_scales_or_without_proof_are_rejected_on_several_ranks(
     start: Callable[..., Any],
     folder: Folder,
     monkeypatch: pytest.MonkeyPatch,
@@ -144,7 +144,7 @@ def test_on_several_ranks_are_refused_schemes_that_meet_and_those_not_seen_there
 
 
 @pytest.mark.parametrize(("name", "value"), [("num_bits", 8), ("symmetric", False)])
-def test_of_packed_weights_only_symmetric_int4_is_let_through(
+def test_packed_weights_other_than_symmetric_int4_are_rejected(
     monkeypatch: pytest.MonkeyPatch, name: str, value: Any
 ) -> None:
     facts = {"num_bits": 4, "symmetric": True, "strategy": "group"}
@@ -254,7 +254,7 @@ def test_a_subset_of_a_part_of_a_layer_names_the_rest(
 
 
 @pytest.mark.parametrize("name", ["q_proj.weight", "qkv_proj.weight_scale"])
-def test_rows_of_a_quantised_layer_are_refused_by_name(llm: Any, name: str) -> None:
+def test_rows_of_a_quantised_layer_are_rejected_by_name(llm: Any, name: str) -> None:
     full = f"model.layers.0.self_attn.{name}"
     with pytest.raises(Malformed, match=rf"{name}.*quantised layer.*checksums"):
         run_sync(control_of(llm).ask(ReadRows(full, 2)))

@@ -86,7 +86,7 @@ def test_a_truncated_file_changes_nothing(
     assert greedy(llm) == fresh
 
 
-def test_a_digest_that_differs_from_the_manifests_is_refused(
+def test_a_digest_that_differs_from_the_manifests_is_rejected(
     llm: Any, old: Path, new: Path
 ) -> None:
     from safetensors.torch import load_file
@@ -131,7 +131,7 @@ def test_an_aborted_update_leaves_no_trace(llm: Any, new: Path, fresh: Any) -> N
     assert greedy(llm) == fresh
 
 
-def test_weights_of_another_model_of_the_same_shapes_are_refused(
+def test_weights_of_another_model_of_the_same_shapes_are_rejected(
     llm: Any, new: Path, tmp_path: Path, fresh: Any
 ) -> None:
     before = state(llm)
@@ -153,7 +153,7 @@ def test_weights_of_another_model_of_the_same_shapes_are_refused(
 
 
 # ---------------------------------------- an engine of its own, from here on
-def test_a_communicator_that_has_disabled_itself_is_refused(
+def test_a_communicator_that_has_disabled_itself_is_rejected(
     start: Callable[..., Any], old: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would receive nothing, and say nothing."""

@@ -124,7 +124,7 @@ def manifest(tensors: Tensors) -> dict[str, Any]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("prefix", ["module.", "base_model.model."])
-def test_names_that_all_have_a_prefix_are_all_told_with_the_line_that_mends_them(
+def test_names_with_a_wrong_prefix_are_reported_with_the_name_map_that_mends_them(
     subject: Subject, prefix: str, way: str
 ) -> None:
     sent = {prefix + name: tensor for name, tensor in subject.tensors.items()}
@@ -139,7 +139,7 @@ def test_names_that_all_have_a_prefix_are_all_told_with_the_line_that_mends_them
     assert refusal.remedy == CAUSES[Cause.UNKNOWN][1]
 
 
-def test_of_a_tensor_that_is_not_finite_nothing_else_is_said(subject: Subject) -> None:
+def test_a_tensor_that_is_not_finite_is_reported_only_once(subject: Subject) -> None:
     for name in subject.one_of_each_kind():
         broken = subject.tensors[name].clone()
         broken.view(-1)[0] = torch.nan
@@ -151,7 +151,7 @@ def test_of_a_tensor_that_is_not_finite_nothing_else_is_said(subject: Subject) -
 
 
 @pytest.mark.parametrize("way", ["files", "streamed"])
-def test_of_a_tensor_of_another_shape_nothing_else_is_said(
+def test_a_tensor_of_another_shape_is_reported_only_once(
     subject: Subject, way: str
 ) -> None:
     for name in subject.one_of_each_kind():
@@ -174,7 +174,7 @@ def test_a_tensor_that_is_left_out_is_missing_by_its_own_name(
 
 
 @pytest.mark.parametrize("way", ["files", "streamed"])
-def test_a_slip_of_the_pen_is_unknown_and_what_it_meant_is_not_missing(
+def test_a_misspelt_name_is_reported_as_unknown_and_not_also_as_missing(
     subject: Subject, way: str
 ) -> None:
     for name in subject.one_of_each_kind():
@@ -188,7 +188,7 @@ def test_a_slip_of_the_pen_is_unknown_and_what_it_meant_is_not_missing(
 
 
 @pytest.mark.parametrize("way", ["files", "streamed"])
-def test_each_of_several_mistakes_is_told_with_the_remedy_of_its_own(
+def test_each_of_several_mistakes_is_reported_with_its_own_remedy(
     subject: Subject, way: str
 ) -> None:
     first, second, third, *_ = subject.one_of_each_kind()
@@ -210,7 +210,7 @@ def test_each_of_several_mistakes_is_told_with_the_remedy_of_its_own(
         assert f"{cause.replace('_', ' ')}: {CAUSES[cause][1]}" in refusal.remedy
 
 
-def test_a_pattern_that_matches_nothing_is_told_and_not_each_tensor(
+def test_a_subset_pattern_without_a_match_is_reported_instead_of_each_tensor(
     subject: Subject,
 ) -> None:
     for patterns in (["*.nothing.*"], ["*.nothing.*", "nor.this"]):

@@ -87,7 +87,7 @@ def another_model(folder: Path) -> Path:
 @pytest.mark.parametrize(
     "spoilt", [no_such_folder, empty_folder, cut_off, another_model]
 )
-def test_a_folder_that_cannot_be_read_costs_no_way_back(
+def test_a_folder_that_cannot_be_read_keeps_the_rollback_target(
     served_new: EngineCore,
     folders: dict[str, Path],
     old_says: dict[str, list[int]],
@@ -121,7 +121,7 @@ def test_a_folder_that_cannot_be_read_costs_no_way_back(
         {"manifest": {"format": 1, "step": 3}},
     ],
 )
-def test_an_update_that_brings_nothing_costs_no_way_back(
+def test_an_aborted_update_without_data_keeps_the_rollback_target(
     served_new: EngineCore, old_says: dict[str, list[int]], opening: dict[str, Any]
 ) -> None:
     update = call(served_new, "start", transport="local", **opening)
@@ -136,7 +136,7 @@ def test_an_update_that_brings_nothing_costs_no_way_back(
     goes_back(served_new, old_says)
 
 
-def test_an_update_that_is_finished_with_nothing_sent_costs_no_way_back(
+def test_an_update_finished_without_data_keeps_the_rollback_target(
     served_new: EngineCore, old_says: dict[str, list[int]]
 ) -> None:
     call(served_new, "start", transport="local")
@@ -145,7 +145,7 @@ def test_an_update_that_is_finished_with_nothing_sent_costs_no_way_back(
     goes_back(served_new, old_says)
 
 
-def test_a_group_that_nobody_is_in_costs_no_way_back(
+def test_a_receive_from_a_missing_group_keeps_the_rollback_target(
     served_new: EngineCore, old_says: dict[str, list[int]]
 ) -> None:
     call(served_new, "start", transport="groups")
@@ -155,7 +155,7 @@ def test_a_group_that_nobody_is_in_costs_no_way_back(
     goes_back(served_new, old_says)
 
 
-def test_after_the_first_byte_there_is_no_way_back(
+def test_the_first_byte_of_an_update_drops_the_rollback_target(
     served_new: EngineCore, folders: dict[str, Path]
 ) -> None:
     stage(served_new, folders["old"])
@@ -169,7 +169,7 @@ def test_after_the_first_byte_there_is_no_way_back(
     assert previous(served_new) == "new", "a commit has put another version there"
 
 
-def test_a_transport_of_somebody_else_gives_it_up_when_it_receives(
+def test_a_foreign_transport_drops_the_rollback_target_when_it_receives(
     served_new: EngineCore, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may write past the door, so nobody knows when its first byte comes."""
@@ -212,7 +212,7 @@ def test_a_rank_does_not_write_for_an_aborted_update(
     goes_back(served_new, old_says)
 
 
-def test_a_flip_never_comes_into_a_set_that_is_written_to(
+def test_a_flip_is_rejected_while_an_update_writes_the_shadow_weights(
     served_new: EngineCore, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     receive = LocalEngine.receive_weights

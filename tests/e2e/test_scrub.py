@@ -96,7 +96,9 @@ def test_a_subset_is_compared_with_all_of_the_version_that_it_made(
         ),
     ],
 )
-def test_one_bit_that_changes_is_named(llm: Any, param: str, tensors: set[str]) -> None:
+def test_a_scrub_names_the_tensors_with_a_changed_bit(
+    llm: Any, param: str, tensors: set[str]
+) -> None:
     change(llm, param)
     try:
         found = llm.verify_weights()
@@ -108,7 +110,7 @@ def test_one_bit_that_changes_is_named(llm: Any, param: str, tensors: set[str]) 
     assert llm.verify_weights()["result"] == "equal"
 
 
-def test_a_packed_weight_is_read_as_it_is_multiplied_with(
+def test_a_scrub_reads_packed_weights_in_the_form_that_is_multiplied(
     llm: Any, folders: tuple[Path, Path]
 ) -> None:
     """Of the CPU build; its parameter has been packed away."""
@@ -127,7 +129,7 @@ def test_a_packed_weight_is_read_as_it_is_multiplied_with(
         swap()
 
 
-def test_tokens_flow_while_it_is_read_and_a_commit_begins_it_anew(
+def test_tokens_flow_during_a_scrub_and_a_commit_restarts_the_scrub(
     llm: Any, folders: tuple[Path, Path]
 ) -> None:
     outputs: list[Any] = []
@@ -193,7 +195,7 @@ def test_every_commit_is_read_back_where_that_was_asked_for(
         assert (found["result"], found["weight_version"]) == ("equal", label)
 
 
-def test_there_are_mapped_and_unmapped_parameters_in_a_model(
+def test_a_scrub_covers_parameters_that_are_derived_from_the_checkpoint(
     start: Callable[..., Any], checkpoint: Callable[..., Path]
 ) -> None:
     """Mamba takes exponentials, and latent attention halves a weight."""

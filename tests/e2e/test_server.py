@@ -138,7 +138,7 @@ def test_a_commit_that_waits_lets_running_requests_end_on_the_old_weights(
     assert server.client.get("/is_paused").json()["is_paused"] is False
 
 
-def test_after_a_commit_that_waited_the_requests_that_queued_go_on(
+def test_requests_queued_during_a_waiting_commit_run_after_the_commit(
     server: Server, new: Path
 ) -> None:
     body = {"path": str(new), "weight_version": "waited", "mode": "wait"}
@@ -259,7 +259,7 @@ def test_control_routes_need_their_key(
     assert httpx.get(running.url + route, headers=headers).status_code == status
 
 
-def test_every_refusal_has_its_status_and_its_code(server: Server, new: Path) -> None:
+def test_every_rejection_has_its_status_and_its_code(server: Server, new: Path) -> None:
     def refused(path: str, body: Any) -> tuple[int, str]:
         reply = server.client.post(path, json=body)
         return reply.status_code, reply.json()["error"]["code"]

@@ -67,7 +67,9 @@ def info(server: Server) -> Callable[[], Any]:
     return lambda: server.client.get("/weight_info").json()
 
 
-def test_it_is_what_upstreams_trainers_ask_for(client: ServerClient) -> None:
+def test_a_server_client_implements_upstreams_sync_client_interface(
+    client: ServerClient,
+) -> None:
     assert isinstance(client, VLLMWeightSyncClient)
     assert client.get_world_size() == 1
 
@@ -86,7 +88,7 @@ def test_a_version_arrives_under_its_label_and_step(
     assert info()["weight_version"] == f"update-{served['epoch'] + 1}"
 
 
-def test_without_its_key_a_server_is_not_joined(
+def test_a_server_cannot_be_joined_without_its_key(
     server: Server, source: CheckpointSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with (
@@ -105,7 +107,7 @@ def test_without_its_key_a_server_is_not_joined(
         assert known.get_world_size() == 1
 
 
-def test_a_refusal_names_its_tensors_and_the_version_is_sent_again(
+def test_a_rejection_names_its_tensors_and_the_version_is_sent_again(
     client: ServerClient,
     trainer: Any,
     source: CheckpointSource,
@@ -149,7 +151,7 @@ def test_a_trainer_that_gave_up_half_way_sends_the_next_one(
     assert info()["weight_version"] == "step-9"
 
 
-def test_an_update_is_given_up(
+def test_a_client_can_abort_its_update(
     server: Server, client: ServerClient, trainer: Any, info: Callable[[], Any]
 ) -> None:
     before = info()["epoch"]

@@ -97,7 +97,7 @@ def test_older_switches_that_say_what_happens_anyway_are_accepted(
     assert door.post("/update_weights_from_disk", model_path=path, **body)["success"]
 
 
-def test_an_update_alone_aborts_nothing_and_flushes_nothing(
+def test_an_update_without_options_aborts_nothing_and_flushes_nothing(
     door: Door, folders: dict[str, Path]
 ) -> None:
     add(door.core, "r", prompt(1))
@@ -181,7 +181,7 @@ def test_flush_cache_sends_running_requests_back_to_be_prefilled_again(
         ({"mode": "keep", "abort_all": False, "non_blocking": True}, "in_place"),
     ],
 )
-def test_modes_of_a_pause_in_every_spelling(
+def test_a_pause_accepts_every_spelling_of_its_mode(
     door: Door, body: dict[str, Any], mode: str
 ) -> None:
     reply = door.post("/pause_generation", **body)
@@ -232,14 +232,14 @@ def test_a_pause_that_is_to_abort_nothing_aborts_nothing(door: Door, said: Any) 
 
 
 @pytest.mark.parametrize("body", [{"mode": "online"}, {"online": True}])
-def test_a_pause_that_would_be_none_is_refused_by_name(
+def test_sglangs_online_pause_mode_is_rejected_by_name(
     door: Door, body: dict[str, Any]
 ) -> None:
     status, message = door.refused("/pause_generation", **body)
     assert (status, "an update needs no pause" in message) == (400, True)
 
 
-def test_a_flush_under_frozen_requests_is_refused_before_anything_is_sent(
+def test_a_flush_under_frozen_requests_is_rejected_before_anything_is_sent(
     door: Door, folders: dict[str, Path]
 ) -> None:
     add(door.core, "r", prompt(5))
@@ -279,7 +279,7 @@ def test_a_request_is_aborted_by_the_id_that_its_user_gave(door: Door) -> None:
     assert door.post("/abort_requests", request_ids=["r"])["aborted"] == 1
 
 
-def test_a_request_whose_id_begins_alike_is_another_one() -> None:
+def test_a_request_is_not_aborted_by_an_id_that_is_a_prefix_of_its_own() -> None:
     known = [
         *(
             "chatcmpl-a-0123abcd",

@@ -60,7 +60,7 @@ def test_decoding_goes_on_while_a_version_that_is_paused_for_is_staged(
 
 
 @pytest.mark.parametrize("is_received", [False, True])
-def test_a_pause_of_an_update_that_fails_is_taken_back(
+def test_the_pause_of_a_failed_keep_pause_update_is_ended(
     door: Door, folders: dict[str, Path], is_received: bool
 ) -> None:
     path = str(folders["new"]) if is_received else "/nowhere"

@@ -20,7 +20,7 @@ from tests.support.engines.torch_trainer import facts, training
 pytestmark = pytest.mark.engine
 
 
-def test_two_trainers_halves_never_make_one_version(
+def test_partial_updates_of_two_trainers_never_form_one_version(
     door: Door, folders: dict[str, Path]
 ) -> None:
     before = said(door.core)
@@ -39,7 +39,7 @@ def test_two_trainers_halves_never_make_one_version(
 
 
 @pytest.mark.parametrize("is_cut_alike", [True, False])
-def test_a_piece_that_is_sent_again_begins_a_new_version(
+def test_repeating_a_piece_begins_a_new_version(
     door: Door, folders: dict[str, Path], expected: Any, is_cut_alike: bool
 ) -> None:
     first, last = halves(tensors(folders["new"]))
@@ -77,7 +77,7 @@ def test_a_piece_without_a_label_does_not_join_a_version_that_has_one(
 
 
 @pytest.mark.parametrize("asked", [{"mode": "nap"}, {"lease_s": -1}, {"owner": ""}])
-def test_a_pause_that_is_refused_ends_no_version(
+def test_a_rejected_pause_does_not_end_a_partial_version(
     door: Door, folders: dict[str, Path], asked: dict[str, Any]
 ) -> None:
     first, last = halves(tensors(folders["new"]))
@@ -89,7 +89,7 @@ def test_a_pause_that_is_refused_ends_no_version(
 
 
 @pytest.mark.parametrize("owner, status", [("another", 423), ("", 400)])
-def test_going_on_that_is_refused_ends_no_version(
+def test_a_rejected_continue_does_not_end_a_partial_version(
     door: Door, folders: dict[str, Path], owner: str, status: int
 ) -> None:
     first, last = halves(tensors(folders["new"]))
@@ -102,7 +102,7 @@ def test_going_on_that_is_refused_ends_no_version(
     assert door.post("/continue_generation", owner="trainer")["paused"] is False
 
 
-def test_tensors_that_no_parameter_takes_open_no_version(door: Door) -> None:
+def test_tensors_that_no_parameter_uses_start_no_version(door: Door) -> None:
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     reply = door.post(
         "/update_weights_from_tensor", serialized_named_tensors=[entry(extra)]
@@ -180,7 +180,7 @@ def test_a_tied_head_that_comes_last_and_is_the_embedding_costs_nothing(
 
 @pytest.mark.parametrize("verify", ["digest", "served"])
 @pytest.mark.parametrize("label", [None, "new"])
-def test_a_tied_head_that_comes_last_and_is_another_takes_its_version_back(
+def test_a_different_tied_head_that_arrives_last_rolls_its_version_back(
     sender: Sender, label: str | None, verify: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = sender.door.core.vllm_config
@@ -197,7 +197,7 @@ def test_a_tied_head_that_comes_last_and_is_another_takes_its_version_back(
     assert said(sender.door.core) == before
 
 
-def test_where_there_is_no_way_back_the_refusal_says_what_is_served(
+def test_a_late_rejection_without_a_rollback_target_says_which_version_is_served(
     sender: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sender.send(sender.rest, "new")
@@ -293,7 +293,7 @@ def test_a_broadcast_head_that_comes_last_is_received_and_compared(
 
 
 # -------------------------------------------------------- a beginning and an end
-def test_between_a_beginning_and_an_end_nothing_is_committed(
+def test_nothing_is_committed_between_the_begin_and_end_calls_of_a_version(
     sender: Sender, tied_folders: dict[str, Path]
 ) -> None:
     sender.door.post("/begin_weight_update")
@@ -308,7 +308,9 @@ def test_between_a_beginning_and_an_end_nothing_is_committed(
     assert sender.door.post("/end_weight_update")["weight_version"] == "new"
 
 
-def test_a_head_that_is_another_is_refused_at_the_end(sender: Sender) -> None:
+def test_a_different_tied_head_is_rejected_at_the_end_of_the_version(
+    sender: Sender,
+) -> None:
     before = said(sender.door.core)
     sender.door.post("/begin_weight_update")
     sender.send(sender.rest, "new")
@@ -344,7 +346,7 @@ def test_decoding_does_not_go_on_over_a_version_that_is_not_ended(
 
 
 @pytest.mark.parametrize("ended_by", ["an abort", "another update"])
-def test_more_of_a_version_that_somebody_else_has_ended_is_refused(
+def test_further_pieces_are_rejected_after_another_caller_ended_the_version(
     sender: Sender, tied_folders: dict[str, Path], ended_by: str
 ) -> None:
     first, last = halves(sender.rest)

@@ -48,7 +48,7 @@ def test_a_value_that_is_not_finite_is_read_as_null(
     assert rows == [norm[0].item(), None, None, norm[3].item()]
 
 
-def test_a_trainer_may_ask_for_the_names_that_it_may_send(
+def test_a_trainer_can_read_the_tensor_names_that_an_update_may_send(
     door: Door, folders: dict[str, Path]
 ) -> None:
     told = door.get("/weight_names")
@@ -74,11 +74,11 @@ def test_a_trainer_may_ask_for_the_names_that_it_may_send(
         {"name": HEAD, "truncate_size": "9" * 30},
     ],
 )
-def test_a_read_that_makes_no_sense_is_refused(door: Door, body: Any) -> None:
+def test_an_invalid_read_of_weights_is_rejected(door: Door, body: Any) -> None:
     assert door.refused("/get_weights_by_name", **body)[0] == 400
 
 
-def test_more_numbers_than_are_read_at_once_are_refused(
+def test_a_read_of_too_many_numbers_is_rejected(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(readback, "MOST_NUMBERS", 1000)
@@ -88,7 +88,7 @@ def test_more_numbers_than_are_read_at_once_are_refused(
     assert len(door.post("/get_weights_by_name", name=HEAD, truncate_size=2)) == 2
 
 
-def test_checksums_tell_two_versions_apart_and_come_back_with_one(
+def test_checksums_distinguish_two_versions_and_return_with_a_rollback(
     door: Door, folders: dict[str, Path]
 ) -> None:
     (before,) = door.post("/weights_checker")["ranks"]
@@ -138,7 +138,7 @@ def test_checksums_leave_out_what_is_to_be_skipped(door: Door) -> None:
         ("/weight_checker", "reset"),
     ],
 )
-def test_an_action_that_would_touch_live_weights_is_refused(
+def test_an_action_that_would_touch_live_weights_is_rejected(
     door: Door, path: str, action: str
 ) -> None:
     status, message = door.refused(path, action=action)
@@ -170,7 +170,7 @@ def test_a_checkpoint_engine_is_rejected_without_the_flag_and_without_a_gpu(
     assert door.get("/weight_update")["active"] is None
 
 
-def test_the_configuration_can_be_read_as_upstream_tells_it(
+def test_server_info_shows_upstreams_configuration_without_the_token(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = door.core.vllm_config.model_config

@@ -11,7 +11,7 @@ from vllm.inflight.engine.pause.sleep import Sleep
 pytestmark = pytest.mark.engine
 
 
-def test_a_rename_aborts_nobody_unless_it_is_asked_to(door: Door) -> None:
+def test_a_rename_aborts_no_request_unless_asked_to(door: Door) -> None:
     add(door.core, "r", prompt(6))
     streams = Streams(door.core).step(5)
     reply = door.post("/update_weight_version", new_version="best")
@@ -28,7 +28,7 @@ def test_a_rename_aborts_nobody_unless_it_is_asked_to(door: Door) -> None:
     [("live", "", 400), ("live", "x" * 100_000, 400), ("live", 3, 400)]
     + [(state, "best", 409) for state in ("asleep", "gone")],
 )
-def test_a_rename_that_is_refused_aborts_nobody(
+def test_a_rejected_rename_aborts_no_request(
     door: Door, monkeypatch: pytest.MonkeyPatch, weights: str, label: Any, status: int
 ) -> None:
     add(door.core, "r", prompt(6))

@@ -34,7 +34,7 @@ def decodes(door: Door) -> bool:
     return len(Streams(door.core).run().tokens.get("after", [])) == 4
 
 
-def test_the_kv_cache_is_released_once_however_often_it_is_asked_for(
+def test_repeated_releases_of_the_kv_cache_release_it_once(
     sleeper: Door,
 ) -> None:
     for message in ("the KV cache is asleep", "asleep already"):
@@ -67,7 +67,7 @@ def test_a_pause_of_upstreams_own_outlives_a_release_that_fails(
     assert decodes(sleeper)
 
 
-def test_a_release_that_fails_is_told_and_leaves_the_engine_awake(
+def test_a_failed_release_is_reported_and_leaves_the_engine_awake(
     sleeper: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CPUWorker, "discard", failing)

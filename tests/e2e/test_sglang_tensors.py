@@ -119,7 +119,7 @@ def test_a_version_may_have_a_beginning_and_an_end(
         ({"weight_versions": "x"}, "unknown field 'weight_versions'"),
     ],
 )
-def test_tensors_that_cannot_be_read_are_refused_by_name(
+def test_tensors_that_cannot_be_read_are_rejected_by_name(
     door: Door, body: dict[str, Any], named: str
 ) -> None:
     full = {"serialized_named_tensors": [entry({"a": torch.ones(2)})]} | body
@@ -128,7 +128,7 @@ def test_tensors_that_cannot_be_read_are_refused_by_name(
     assert door.get("/weight_update")["active"] is None
 
 
-def test_a_bucket_that_reaches_beyond_itself_is_refused(door: Door) -> None:
+def test_a_bucket_that_reaches_beyond_itself_is_rejected(door: Door) -> None:
     part = {
         "name": "a",
         "shape": [9],
@@ -155,7 +155,7 @@ def pickled(payload: Any) -> str:
     return base64.b64encode(pickle.dumps(payload)).decode()
 
 
-def test_a_pickle_is_refused_unless_the_server_was_started_for_it(
+def test_a_pickle_is_rejected_unless_the_server_was_started_for_it(
     door: Door, folders: dict[str, Path]
 ) -> None:
     payload = pickled(list(tensors(folders["new"]).items()))

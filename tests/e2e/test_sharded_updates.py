@@ -33,7 +33,7 @@ def test_slices_make_what_a_fresh_engine_serves(
 
 
 @pytest.mark.parametrize("who", ["trainer", "engine"])
-def test_a_missing_slice_is_refused_by_name_and_the_old_version_served(
+def test_a_missing_slice_is_rejected_by_name_and_the_old_version_served(
     seen: dict[str, Any], who: str
 ) -> None:
     error = seen[f"{who} refuses"]
@@ -42,7 +42,7 @@ def test_a_missing_slice_is_refused_by_name_and_the_old_version_served(
     assert seen["after refusals"] == seen["before"]
 
 
-def test_a_slice_of_a_rank_that_there_is_not_is_refused_by_name(
+def test_a_slice_for_a_missing_rank_is_rejected_by_name(
     seen: dict[str, Any],
 ) -> None:
     error = seen["unknown rank"]
@@ -51,7 +51,7 @@ def test_a_slice_of_a_rank_that_there_is_not_is_refused_by_name(
     assert seen["after refusals"] == seen["before"]
 
 
-def test_ranks_that_hold_different_values_of_one_slice_commit_none(
+def test_no_rank_commits_if_ranks_hold_different_values_of_one_slice(
     seen: dict[str, Any],
 ) -> None:
     assert seen["ranks that differ"]["code"] == "weights_mismatch"

@@ -72,7 +72,7 @@ def test_two_orders_of_the_same_updates_have_no_digest_in_common(
     assert engine.weight_info()["digest"] is not None
 
 
-def test_a_version_that_came_under_the_other_name_is_known_by_it(
+def test_a_tensor_sent_under_its_other_name_has_a_known_digest(
     engine: Any, folders: dict[str, Path], replace: Callable[..., Any], tmp_path: Path
 ) -> None:
     tensors = load_file(folders["a"] / "model.safetensors")
@@ -84,7 +84,7 @@ def test_a_version_that_came_under_the_other_name_is_known_by_it(
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
-def test_both_names_in_one_update_are_refused_in_either_order(
+def test_an_update_that_sends_one_tensor_under_two_names_is_rejected(
     engine: Any, folders: dict[str, Path], tmp_path: Path, is_whole: bool
 ) -> None:
     whole = load_file(folders["a"] / "model.safetensors") if is_whole else {}

@@ -62,7 +62,7 @@ def says(core: EngineCore, name: str) -> list[int]:
 
 @pytest.mark.parametrize("method", NEEDS_WEIGHTS)
 @pytest.mark.parametrize("level", [1, 2])
-def test_whatever_needs_weights_is_refused_while_they_are_asleep(
+def test_calls_that_need_weights_are_rejected_while_the_weights_sleep(
     sleeper: EngineCore, method: str, level: int
 ) -> None:
     before = call(sleeper, "info")
@@ -74,7 +74,7 @@ def test_whatever_needs_weights_is_refused_while_they_are_asleep(
 
 
 @pytest.mark.parametrize("method", ["compute_weight_checksums", "reload_weights"])
-def test_upstreams_own_calls_of_sleeping_weights_are_refused(
+def test_upstreams_own_calls_of_sleeping_weights_are_rejected(
     sleeper: EngineCore, method: str
 ) -> None:
     sleeper.sleep(1)
@@ -146,7 +146,7 @@ def test_an_update_goes_on_while_only_the_kv_cache_is_asleep(
         assert (told["epoch"], told["weights"]) == (epoch, "live")
 
 
-def test_after_level_2_nothing_is_served_until_a_whole_version_has_come(
+def test_nothing_is_decoded_after_a_level_2_sleep_until_a_whole_version_arrives(
     sleeper: EngineCore, folders: dict[str, Path]
 ) -> None:
     publish(sleeper, folders["new"], "new")
@@ -185,7 +185,7 @@ def extended(sleeper: EngineCore) -> Iterator[EngineCore]:
     parallel.worker_extension_cls = ""
 
 
-def test_calls_fill_the_weights_if_they_write_them_and_no_others(
+def test_only_worker_calls_that_write_weights_count_as_filling_lost_weights(
     extended: EngineCore,
 ) -> None:
     extended.sleep(2)
@@ -229,7 +229,7 @@ def test_a_sleep_that_loses_nothing_needs_no_update(core: EngineCore) -> None:
     assert says(core, "after") == before
 
 
-def test_waking_up_does_not_end_somebodys_pause(sleeper: EngineCore) -> None:
+def test_a_wake_up_does_not_end_another_owners_pause(sleeper: EngineCore) -> None:
     add(sleeper, "waits", prompt(3))
     call(sleeper, "pause", mode="retract", owner="trainer")
     sleeper.sleep(1)
@@ -254,7 +254,7 @@ def test_a_lease_that_runs_out_does_not_wake_anything(sleeper: EngineCore) -> No
     assert len(Streams(sleeper).run().tokens["waits"]) == 40
 
 
-def test_nothing_is_given_back_under_a_transfer_that_does_not_let_go(
+def test_a_sleep_is_rejected_while_a_transfer_does_not_end(
     sleeper: EngineCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.inflight.worker.staging.thread import StagingThread

@@ -36,7 +36,7 @@ def folders(checkpoint: Callable[..., Path], tmp_path: Path) -> dict[str, Path]:
     return found
 
 
-def test_it_is_passed_over_as_at_the_start(
+def test_a_tensor_that_the_start_checkpoint_also_had_unused_is_ignored(
     start: Callable[..., Any], folders: dict[str, Path], tmp_path: Path
 ) -> None:
     old, new = folders["old-biased"], folders["new-biased"]
@@ -60,7 +60,7 @@ def test_it_is_passed_over_as_at_the_start(
     assert greedy(llm) == before
 
 
-def test_where_the_engines_own_has_it_not_it_is_refused_by_name(
+def test_an_unused_tensor_that_the_start_checkpoint_lacks_is_rejected_by_name(
     start: Callable[..., Any], folders: dict[str, Path]
 ) -> None:
     llm = start(folders["old"])

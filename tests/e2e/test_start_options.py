@@ -60,7 +60,7 @@ def test_an_engine_whose_weights_are_offloaded_serves_and_is_not_updated(
     assert offloader.num_models == 1
 
 
-def test_offloading_is_refused_by_name_where_a_second_set_was_asked_for(
+def test_offloading_is_rejected_by_name_if_shadow_weights_were_requested(
     start: Callable[..., Any], old: Path, offloader: Once
 ) -> None:
     with pytest.raises(ConfigError, match=r"is not possible: .* offloaded by Once"):
@@ -68,7 +68,7 @@ def test_offloading_is_refused_by_name_where_a_second_set_was_asked_for(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's engine offloads then")
-def test_offloading_that_has_nothing_to_offload_keeps_no_update_out(
+def test_offloading_that_has_no_effect_on_the_cpu_build_does_not_block_updates(
     start: Callable[..., Any], old: Path, new: Path, fresh: list[list[int]]
 ) -> None:
     """vLLM's CPU build takes the option, and its weights are on the host anyway."""
@@ -118,7 +118,7 @@ def test_a_model_that_cannot_be_built_twice_is_served_and_not_updated(
     assert _hpc_rope_norm_instances[Peculiar.NAME] is live
 
 
-def test_a_model_that_cannot_be_built_twice_is_refused_where_that_was_asked_for(
+def test_a_model_that_cannot_be_built_twice_is_rejected_if_updates_were_requested(
     start: Callable[..., Any],
     old: Path,
     peculiar: dict[str, Any],
@@ -129,7 +129,7 @@ def test_a_model_that_cannot_be_built_twice_is_refused_where_that_was_asked_for(
         start(old, **peculiar, **HOST)
 
 
-def test_a_second_copy_is_in_no_register_of_upstreams(
+def test_the_shadow_model_is_in_no_registry_of_upstream(
     start: Callable[..., Any], old: Path, new: Path, peculiar: dict[str, Any]
 ) -> None:
     """A step that looks a layer up there finds the live one, after a commit too."""
@@ -151,7 +151,7 @@ def test_parallelism_that_was_not_tried_serves_and_is_not_updated(
 
 
 @pytest.mark.parametrize("backend", ["sparse_nccl", "nccl_m2n"])
-def test_a_transport_that_may_write_past_the_door_is_refused_by_name(
+def test_a_transport_that_may_write_live_weights_is_rejected_by_name(
     start: Callable[..., Any], old: Path, new: Path, backend: str
 ) -> None:
     llm = start(old, weight_transfer_config=WeightTransferConfig(backend=backend))

@@ -79,7 +79,7 @@ def replace(llm: Any, new: Path, tmp_path: Path) -> Callable[..., Any]:
 
 
 # -------------------------------------------- on the weights of the start, first
-def test_on_the_weights_of_the_start_nothing_is_known_of_the_whole(
+def test_a_subset_on_the_start_weights_has_no_known_digest_or_drift(
     engine: Any, new: Path, mixtures: Any, tmp_path: Path
 ) -> None:
     folder = part(new, MLP, tmp_path)
@@ -115,7 +115,7 @@ def test_two_subsets_in_a_row_add_up(llm: Any, replace: Any, mixtures: Any) -> N
     assert llm.update_weights_from_disk(str(folder))["digest"] == digest
 
 
-def test_a_subset_costs_what_it_and_the_commit_before_it_changed(
+def test_a_subset_copies_only_what_it_and_the_commit_before_it_changed(
     llm: Any, replace: Any
 ) -> None:
     replace(MLP)
@@ -129,7 +129,7 @@ def test_a_subset_costs_what_it_and_the_commit_before_it_changed(
     assert behind(llm) == {"model.norm.weight"}
 
 
-def test_nothing_is_said_of_the_layers_that_are_left_alone(
+def test_upstream_logs_no_warning_for_layers_that_a_subset_leaves_out(
     llm: Any, replace: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.model_executor.model_loader.reload import layerwise
@@ -140,7 +140,7 @@ def test_nothing_is_said_of_the_layers_that_are_left_alone(
     assert warned == []
 
 
-def test_a_subset_after_a_whole_update_keeps_the_rest_of_that(
+def test_a_subset_after_a_whole_update_keeps_the_other_tensors_of_that_update(
     llm: Any, replace: Any, old: Path, new: Path, wholes: Any, tmp_path: Path
 ) -> None:
     llm.update_weights_from_disk(str(new))
@@ -153,7 +153,7 @@ def test_a_subset_after_a_whole_update_keeps_the_rest_of_that(
 
 
 @pytest.mark.parametrize("fault", [{"fail_after": 9}, {"poison": "model.norm.weight"}])
-def test_a_subset_after_an_update_that_failed(
+def test_a_subset_after_a_failed_update_is_served_correctly(
     llm: Any, replace: Any, new: Path, mixtures: Any, fault: dict[str, Any]
 ) -> None:
     llm.start_weight_update()
@@ -164,7 +164,7 @@ def test_a_subset_after_an_update_that_failed(
     assert said(llm) == mixtures[NORMS][1]
 
 
-def test_a_subset_after_one_that_was_aborted_when_it_was_staged(
+def test_a_subset_after_an_abort_of_a_staged_subset_is_served_correctly(
     llm: Any, replace: Any, new: Path, mixtures: Any
 ) -> None:
     replace(MLP)
@@ -177,7 +177,7 @@ def test_a_subset_after_one_that_was_aborted_when_it_was_staged(
     assert said(llm) == mixtures[MLP + NORMS][1]
 
 
-def test_a_subset_after_a_rollback(
+def test_a_subset_after_a_rollback_is_served_correctly(
     llm: Any, replace: Any, new: Path, mixtures: Any, wholes: Any
 ) -> None:
     llm.update_weights_from_disk(str(new))
@@ -218,7 +218,7 @@ def test_a_whole_update_after_a_subset_is_whole(
         llm.finish_weight_update()
 
 
-def test_subsets_while_requests_run(
+def test_subsets_can_be_committed_while_requests_run(
     llm: Any, replace: Any, old: Path, mixtures: Any
 ) -> None:
     def work() -> None:
@@ -235,7 +235,7 @@ def test_subsets_while_requests_run(
     assert said(llm) == mixtures[HEAD][1]
 
 
-def test_a_transport_of_somebody_else_may_bring_a_subset(
+def test_a_foreign_transport_can_bring_a_subset(
     llm: Any, new: Path, mixtures: Any
 ) -> None:
     names = sorted(declared(new, MLP))
@@ -246,7 +246,7 @@ def test_a_transport_of_somebody_else_may_bring_a_subset(
     assert said(llm) == mixtures[MLP][1]
 
 
-def test_a_subset_may_say_what_it_is_based_on(llm: Any, replace: Any) -> None:
+def test_a_subset_is_accepted_only_on_its_base_version(llm: Any, replace: Any) -> None:
     with pytest.raises(VersionConflict, match="base_version"):
         replace(MLP, base_version="another")
     assert replace(MLP, "mlp", base_version="old")["weight_version"] == "mlp"
@@ -288,7 +288,7 @@ def test_an_undeclared_or_incomplete_subset_is_rejected_by_name(
     assert said(llm) == mixtures[NORMS][1]
 
 
-def test_patterns_that_are_none_are_malformed(llm: Any) -> None:
+def test_an_invalid_list_of_subset_patterns_is_malformed(llm: Any) -> None:
     for subset in ([], "*", [3], [""], ["x" * 513], ["x"] * 1025):
         with pytest.raises(Malformed, match="subset"):
             llm.start_weight_update(manifest={"format": 1, "subset": subset})

@@ -31,7 +31,7 @@ QKV = ("*.q_proj.weight", "*.k_proj.weight", "*.v_proj.weight")
     ],
     ids=lambda value: value["family"] if isinstance(value, dict) else value[0],
 )
-def test_the_rest_is_what_was_served(
+def test_tensors_outside_of_the_subset_stay_as_they_were_served(
     start: Callable[..., Any],
     checkpoint: Callable[..., Path],
     tmp_path: Path,

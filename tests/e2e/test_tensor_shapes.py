@@ -86,7 +86,7 @@ def test_tensors_larger_than_the_models_are_rejected(
     llm.update_weights_from_disk(str(new), "new")
 
 
-def test_all_of_a_larger_model_is_named(
+def test_every_tensor_of_a_larger_model_is_named_in_the_rejection(
     llm: Any, new: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     changed = {f"model.layers.0.{kind}.weight": LARGER[kind] for kind in LARGER}

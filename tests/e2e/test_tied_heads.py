@@ -38,7 +38,7 @@ def tied(checkpoint: Callable[..., Path]) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("is_copy", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_with_heads_in_the_checkpoints_all_equals_a_fresh_engine(
+def test_checkpoints_with_a_tied_head_equal_a_fresh_engine(
     start: Callable[..., Any],
     tied: tuple[Path, Path],
     tmp_path: Path,
@@ -64,7 +64,7 @@ def test_with_heads_in_the_checkpoints_all_equals_a_fresh_engine(
         assert greedy(llm) == before
 
 
-def test_where_the_head_was_a_copy_it_need_not_come(
+def test_a_head_that_was_a_copy_of_the_embedding_may_be_left_out(
     start: Callable[..., Any], tied: tuple[Path, Path], tmp_path: Path
 ) -> None:
     fresh = greedy(start(tied[1]))
@@ -76,7 +76,7 @@ def test_where_the_head_was_a_copy_it_need_not_come(
 @pytest.mark.parametrize(
     "has_head", [pytest.param(True, marks=pytest.mark.slow), False]
 )
-def test_a_tied_head_that_is_not_the_embedding_is_refused(
+def test_a_tied_head_that_is_not_the_embedding_is_rejected(
     start: Callable[..., Any], tied: tuple[Path, Path], tmp_path: Path, has_head: bool
 ) -> None:
     old, _ = tied

@@ -83,7 +83,7 @@ def test_pipeline_stages_of_a_trainer_may_each_have_a_group(
         door.post("/destroy_weights_update_group", group_name="stage-1")
 
 
-def test_weights_that_the_model_refuses_leave_the_group_good(
+def test_a_group_stays_usable_after_the_model_rejects_an_update(
     door: Door, trainer: TorchTrainer, folders: dict[str, Path], expected: Any
 ) -> None:
     before = said(door.core)
@@ -99,7 +99,7 @@ def test_weights_that_the_model_refuses_leave_the_group_good(
     assert said(door.core) == expected
 
 
-def test_a_trainer_that_dies_leaves_what_is_served_and_the_next_one_joins(
+def test_a_trainers_death_leaves_the_live_weights_and_the_next_trainer_joins(
     door: Door, folders: dict[str, Path], expected: Any
 ) -> None:
     before = said(door.core)
@@ -122,7 +122,7 @@ def test_a_trainer_that_dies_leaves_what_is_served_and_the_next_one_joins(
         assert said(door.core) == expected
 
 
-def test_broadcasts_whose_announcement_was_refused_are_never_read_as_later_ones(
+def test_broadcasts_whose_announcement_was_rejected_are_never_read_as_later_ones(
     door: Door, trainer: TorchTrainer, folders: dict[str, Path], expected: Any
 ) -> None:
     before = said(door.core)
@@ -144,7 +144,7 @@ def test_broadcasts_whose_announcement_was_refused_are_never_read_as_later_ones(
         assert said(door.core) == expected
 
 
-def test_a_late_word_of_what_the_group_before_missed_leaves_the_new_one_good(
+def test_a_missed_announcement_of_an_earlier_group_does_not_affect_the_new_group(
     door: Door, trainer: TorchTrainer, folders: dict[str, Path], expected: Any
 ) -> None:
     missed = {"group_name": trainer.name, "announcement": "of the one before"}
@@ -180,7 +180,7 @@ def test_tokens_flow_while_a_version_is_broadcast(
         ({"colour": "red"}, "unknown field 'colour'"),
     ],
 )
-def test_a_group_that_cannot_be_is_refused_by_name(
+def test_an_invalid_group_is_rejected_by_name(
     door: Door, change: dict[str, Any], named: str
 ) -> None:
     body = {
@@ -194,7 +194,9 @@ def test_a_group_that_cannot_be_is_refused_by_name(
     assert (status, named in message) == (400, True), message
 
 
-def test_a_group_nobody_opened_is_refused(door: Door, folders: dict[str, Path]) -> None:
+def test_a_group_that_was_never_opened_is_rejected(
+    door: Door, folders: dict[str, Path]
+) -> None:
     status, message = door.refused(RECEIVE, **facts(folders["new"]), group_name="none")
     assert (status, "no group 'none'" in message) == (500, True)
     status, _ = door.refused(
@@ -205,7 +207,7 @@ def test_a_group_nobody_opened_is_refused(door: Door, folders: dict[str, Path]) 
     assert status == 500
 
 
-def test_while_a_group_waits_for_its_trainer_nothing_else_begins(
+def test_no_update_and_no_group_begins_while_a_group_waits_for_its_trainer(
     door: Door, folders: dict[str, Path]
 ) -> None:
     group = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1}
@@ -240,7 +242,7 @@ def test_while_a_group_waits_for_its_trainer_nothing_else_begins(
         ({"dtypes": None}, "the body needs the field 'dtypes'"),
     ],
 )
-def test_an_announcement_that_cannot_be_is_refused_by_name(
+def test_an_invalid_announcement_is_rejected_by_name(
     door: Door, change: dict[str, Any], named: str
 ) -> None:
     body = {"names": ["a"], "dtypes": ["torch.float32"], "shapes": [[2]]} | change

@@ -46,9 +46,7 @@ def test_two_ranks_carry_the_rest_of_a_subset_and_vote_for_the_whole(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_one_rank_that_fails_lets_no_rank_commit(
-    seen: dict[str, Any], rank: int
-) -> None:
+def test_no_rank_commits_if_one_rank_fails(seen: dict[str, Any], rank: int) -> None:
     assert seen[f"rank {rank} broken"] == "engine_fault"
     assert seen[f"rank {rank} short"] == "weights_mismatch"
     assert seen[f"rank {rank} poisoned"] == "weights_mismatch"
@@ -77,7 +75,7 @@ def test_staging_rests_while_ranks_decode_but_not_while_their_queues_spin(
     assert all(map(any, seen["rests in flight"]))
 
 
-def test_an_extension_that_breaks_off_on_one_of_two_ranks_changes_nothing(
+def test_an_extension_that_fails_before_its_write_on_one_rank_changes_nothing(
     seen: dict[str, Any],
 ) -> None:
     own = seen["own"]
@@ -96,7 +94,7 @@ def test_an_extensions_write_on_two_ranks_begins_a_version(
     assert own["way back"] == "nothing_to_roll_back"
 
 
-def test_weights_that_one_of_two_ranks_has_half_written_wait_for_whole_ones(
+def test_weights_half_written_on_one_of_two_ranks_are_gone_until_written_whole(
     seen: dict[str, Any],
 ) -> None:
     own = seen["own"]

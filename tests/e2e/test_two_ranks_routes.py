@@ -30,7 +30,7 @@ def test_reads_put_the_parts_of_all_ranks_together(seen: dict[str, Any]) -> None
     assert seen["misread at start"] == seen["misread after commit"] == []
 
 
-def test_ranks_that_are_sent_different_tensors_commit_none(
+def test_no_rank_commits_if_the_ranks_got_different_tensors(
     seen: dict[str, Any],
 ) -> None:
     assert seen["ranks that differ"] == "weights_mismatch"
@@ -50,7 +50,7 @@ def test_tensors_for_each_rank_and_a_broadcast_to_both_are_served(
     assert seen["after broadcast"] == seen["expected"] != seen["before"]
 
 
-def test_both_ranks_know_of_a_reload_that_goes_past_updates(
+def test_both_ranks_detect_a_reload_outside_of_updates(
     seen: dict[str, Any],
 ) -> None:
     assert seen["odd after reload"] == seen["odd after that reload"] == []

@@ -105,7 +105,7 @@ def test_every_route_of_the_server_is_known_to_generate_or_not(
     assert posts - GENERATING - ours - set(ELSEWHERE) == set()
 
 
-def test_one_server_commits_what_another_has_staged(
+def test_one_api_server_commits_what_the_other_has_staged(
     server: Server, old: Path, new: Path
 ) -> None:
     finished = threading.Event()
@@ -131,7 +131,7 @@ def test_one_server_commits_what_another_has_staged(
     assert any(len(choice["weight_versions"]) > 1 for choice in choices)
 
 
-def test_both_servers_answer(server: Server) -> None:
+def test_both_api_servers_get_requests(server: Server) -> None:
     """Otherwise none of the above shows anything."""
     lines = httpx.get(f"{server.url}/metrics").text
     assert "vllm:" in lines

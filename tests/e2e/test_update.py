@@ -28,7 +28,7 @@ pytestmark = pytest.mark.engine
 
 
 # ------------------------------------------------------------------- progress
-def test_an_update_tells_whom_it_waits_for_and_for_how_long_nothing_moves(
+def test_the_status_of_an_update_reports_what_the_update_waits_for_and_how_long(
     llm: Any, new: Path
 ) -> None:
     def seen() -> dict[str, Any]:
@@ -58,7 +58,7 @@ def test_an_update_tells_whom_it_waits_for_and_for_how_long_nothing_moves(
 
 
 # ------------------------------------------------------------------ success
-def test_a_commit_tells_how_far_the_weights_moved(
+def test_a_commit_reports_the_drift_of_the_weights(
     llm: Any, old: Path, new: Path, tmp_path: Path
 ) -> None:
     tensors = load_file(old / "model.safetensors")
@@ -91,7 +91,7 @@ def test_a_transport_may_hand_over_one_tensor_at_a_time(
     assert greedy(llm) == fresh
 
 
-def test_a_transport_of_somebody_else_receives_into_the_second_set(
+def test_a_foreign_transport_receives_into_the_shadow_weights(
     llm: Any, new: Path, fresh: Any
 ) -> None:
     before = greedy(llm)
@@ -186,7 +186,7 @@ def test_a_numbered_chunk_is_received_once(llm: Any, new: Path, fresh: Any) -> N
     assert greedy(llm) == fresh
 
 
-def test_there_is_one_update_at_a_time(llm: Any) -> None:
+def test_only_one_update_can_be_active(llm: Any) -> None:
     llm.start_weight_update(update_id="first")
     with pytest.raises(UpdateBusy, match="first"):
         llm.start_weight_update(update_id="second")
@@ -246,7 +246,7 @@ def test_start_and_finish_must_agree_on_the_version(llm: Any, new: Path) -> None
     assert llm.finish_weight_update("a")["weight_version"] == "a"
 
 
-def test_an_update_based_on_another_version_is_refused(llm: Any, new: Path) -> None:
+def test_an_update_based_on_another_version_is_rejected(llm: Any, new: Path) -> None:
     with pytest.raises(VersionConflict, match="base_version"):
         llm.start_weight_update(base_version="elsewhere")
     llm.start_weight_update(base_version="old")
@@ -256,7 +256,7 @@ def test_an_update_based_on_another_version_is_refused(llm: Any, new: Path) -> N
     llm.finish_weight_update(expect_version="old")
 
 
-def test_an_option_that_no_method_has_is_refused_by_name(llm: Any, new: Path) -> None:
+def test_an_unknown_option_is_rejected_by_name(llm: Any, new: Path) -> None:
     for call in (
         lambda **slip: llm.start_weight_update(**slip),
         lambda **slip: llm.start_draft_weight_update(**slip),
@@ -283,7 +283,7 @@ def test_the_first_write_of_an_update_ends_the_rollback_window(
 
 
 @pytest.mark.parametrize("manifest", [[1], "all", 5])
-def test_a_manifest_that_is_no_object_is_malformed(llm: Any, manifest: Any) -> None:
+def test_a_manifest_that_is_not_an_object_is_malformed(llm: Any, manifest: Any) -> None:
     with pytest.raises(Malformed, match="manifest must be an object"):
         llm.start_weight_update(manifest=manifest)
         llm.finish_weight_update()
@@ -319,7 +319,7 @@ def test_fields_of_the_format_in_worker_calls_are_ignored(
     assert greedy(llm) == fresh
 
 
-def test_weights_in_a_kernels_format_are_refused_by_name(llm: Any) -> None:
+def test_weights_in_a_kernels_format_are_rejected_by_name(llm: Any) -> None:
     before = state(llm)
     for begin in (
         lambda: llm.start_weight_update(is_checkpoint_format=False),
@@ -350,7 +350,7 @@ def test_an_unsupported_value_of_an_older_field_is_rejected_by_name(
         send(llm, new, **{field: value})
 
 
-def test_a_worker_call_with_an_argument_that_nobody_knows_begins_nothing(
+def test_a_worker_call_with_an_unknown_argument_is_rejected_and_starts_nothing(
     llm: Any,
 ) -> None:
     for call in (

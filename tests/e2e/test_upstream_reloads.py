@@ -91,7 +91,7 @@ def test_requests_run_on_across_a_reload_and_their_tokens_say_so(
     assert set(stamps) == {"old", label}
 
 
-def test_a_reset_is_no_version_either(core: EngineCore) -> None:
+def test_a_weight_reset_begins_a_version_without_a_digest(core: EngineCore) -> None:
     before = call(core, "info")
     core.collective_rpc("reset_weights")
     after = call(core, "info")
@@ -100,7 +100,7 @@ def test_a_reset_is_no_version_either(core: EngineCore) -> None:
 
 
 @pytest.mark.parametrize("method", ["reload_weights", "reset_weights"])
-def test_an_update_under_way_is_not_written_around(
+def test_a_reload_or_reset_is_rejected_during_an_update(
     core: EngineCore, folders: dict[str, Path], method: str
 ) -> None:
     before = parameters(core)
@@ -111,7 +111,7 @@ def test_an_update_under_way_is_not_written_around(
     assert call(core, "commit", weight_version="new")["weight_version"] == "new"
 
 
-def test_kv_that_could_come_back_from_outside_refuses_a_reload_as_an_update(
+def test_a_reload_is_rejected_if_a_connector_could_return_old_kv(
     core: EngineCore, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_: Any) -> None:
@@ -151,7 +151,7 @@ UNKNOWN = {
         ("reset_weights", ("something",), {}),
     ],
 )
-def test_a_call_that_is_refused_before_it_writes_changes_nothing(
+def test_a_call_that_is_rejected_before_it_writes_changes_nothing(
     core: EngineCore, folders: dict[str, Path], method: str, args: Any, kwargs: Any
 ) -> None:
     reload(core, folders["old"])  # one that succeeds leaves nothing behind
@@ -183,7 +183,7 @@ def test_a_loader_that_reloads_nothing_changes_nothing(
 @pytest.mark.parametrize(
     "step", ["restore_layer_on_meta", "_wrap_parameters_weight_loader"]
 )
-def test_a_reload_that_fails_while_it_takes_layers_aside_changes_nothing(
+def test_a_reload_that_fails_while_detaching_layers_changes_nothing(
     core: EngineCore,
     folders: dict[str, Path],
     step: str,
@@ -209,7 +209,7 @@ def test_a_reload_that_fails_while_it_takes_layers_aside_changes_nothing(
     assert says(core, "again") == expected
 
 
-def test_a_reload_that_breaks_off_in_its_first_write_has_written(
+def test_a_reload_that_fails_in_its_first_write_leaves_the_weights_gone(
     core: EngineCore, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = layerwise._copy_and_restore_kernel_tensors
@@ -239,7 +239,7 @@ def test_a_folder_that_is_not_there_is_not_where_the_next_reload_looks(
     reload(core, folders["old"])
 
 
-def test_a_reload_in_kernel_format_that_breaks_off_has_written(
+def test_a_reload_in_kernel_format_that_fails_leaves_the_weights_gone(
     core: EngineCore, folders: dict[str, Path]
 ) -> None:
     told = call(core, "info")
@@ -253,7 +253,7 @@ def test_a_reload_in_kernel_format_that_breaks_off_has_written(
     publish(core, folders["old"], "again")
 
 
-def test_a_reload_that_breaks_off_leaves_weights_that_nobody_decodes_with(
+def test_a_reload_that_fails_leaves_weights_that_are_not_decoded_with(
     core: EngineCore, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     publish(core, folders["new"], "new")

@@ -170,7 +170,7 @@ def test_the_second_range_settles_beside_a_stream_that_computes(arena):
     assert failures == []
 
 
-def test_a_twin_looks_like_its_tensor(arena):
+def test_a_shadow_tensor_has_the_layout_of_its_live_tensor(arena):
     with arena.loading():
         whole = torch.zeros(64, 48, dtype=torch.bfloat16, device="cuda")
         small = torch.zeros(33, dtype=torch.uint8, device="cuda")
@@ -188,7 +188,7 @@ def test_a_twin_looks_like_its_tensor(arena):
         arena.shadow_tensor(weight())
 
 
-def test_the_time_of_a_flip(arena, capsys):
+def test_a_flip_of_16_gib_exchanges_the_weights_and_prints_its_time(arena, capsys):
     if torch.cuda.mem_get_info()[0] < 50 * GIB:
         pytest.skip("needs 50 GiB of free GPU memory")
     with arena.loading():
@@ -215,7 +215,7 @@ def test_the_time_of_a_flip(arena, capsys):
         print("  settle ms", *(f"{ms:.2f}" for ms in settles))
 
 
-def test_too_little_memory_for_a_second_set_is_told_in_bytes(arena):
+def test_too_little_memory_for_the_shadow_weights_is_reported_in_bytes(arena):
     with arena.loading():
         tensor = torch.full((2 * GIB,), 7, dtype=torch.uint8, device="cuda")
     arena.consolidate()
@@ -243,7 +243,7 @@ def test_an_arena_that_is_full_is_torchs_out_of_memory():
     assert "addresses" in caught.value.__notes__[-1]
 
 
-def test_expandable_segments_are_refused():
+def test_expandable_segments_are_rejected():
     configure = torch._C._accelerator_setAllocatorSettings
     configure("expandable_segments:True")
     try:
@@ -253,7 +253,7 @@ def test_expandable_segments_are_refused():
         configure("expandable_segments:False")
 
 
-def test_two_arenas_of_one_gpu_flip_apart():
+def test_two_arenas_of_one_gpu_flip_independently():
     device = torch.device("cuda")
     with Arena.open(device) as first, Arena.open(device) as second:
         both = paired(first), paired(second)

@@ -185,7 +185,9 @@ def one_set_bytes(llm: Any) -> int:
 
 
 @pytest.mark.parametrize("is_weights_first", [True, False])
-def test_the_parts_wake_up_in_either_order(llm: Any, is_weights_first: bool) -> None:
+def test_weights_and_kv_cache_can_wake_up_in_either_order(
+    llm: Any, is_weights_first: bool
+) -> None:
     requests = Requests(llm).begin()
     llm.release_memory_occupation(mode="retract")
     begun = requests.settle()
@@ -245,7 +247,9 @@ def test_a_request_can_be_aborted_while_everything_is_asleep(llm: Any) -> None:
     ]
 
 
-def test_kv_in_place_is_refused_before_anything_is_given_back(llm: Any) -> None:
+def test_a_release_with_requests_in_place_is_rejected_before_memory_is_freed(
+    llm: Any,
+) -> None:
     expected = Requests(llm).run().tokens
     llm.reset_prefix_cache()
     requests = Requests(llm).begin()

@@ -19,14 +19,14 @@ SHAPE = {"hidden": 1024, "layers": 4, "vocab": 20000}
 """So that an update is many buckets."""
 
 
-def test_what_files_and_a_trainer_send_is_what_both_engines_serve(
+def test_both_engines_serve_the_weights_from_files_and_from_a_trainer(
     old: Path, new: Path
 ) -> None:
     feed("two_engines", old, new, "files", "inflight_ipc")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 3, reason="the trainer needs a third")
-def test_what_a_trainer_sends_over_nccl_is_what_both_engines_serve(
+def test_both_engines_serve_the_weights_from_a_trainer_over_nccl(
     old: Path, new: Path
 ) -> None:
     feed("two_engines", old, new, "inflight_nccl")

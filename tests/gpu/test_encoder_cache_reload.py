@@ -7,8 +7,8 @@ from tests.e2e.test_encoder_cache_reload import (  # noqa: F401 (tests, run here
     engine,
     new,
     old,
-    test_a_request_in_the_middle_of_a_picture_sees_it_again,
-    test_a_session_in_the_middle_of_a_picture_refuses_a_reload,
+    test_a_request_recomputes_the_output_of_a_half_read_picture_after_a_reload,
+    test_a_session_in_the_middle_of_a_picture_rejects_a_reload,
     test_pictures_seen_before_are_seen_with_what_was_reloaded,
     test_requests_without_media_are_not_retracted,
 )

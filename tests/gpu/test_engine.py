@@ -49,7 +49,7 @@ def test_flips_under_load_leave_every_request_whole(
     assert greedy(llm) == fresh
 
 
-def test_upstreams_reload_is_a_version_to_go_back_to(
+def test_a_reload_of_upstream_can_be_a_rollback_target(
     llm: Any, fresh: list[list[int]], old: Path, new: Path
 ) -> None:
     llm.update_weights_from_disk(str(old), "old")

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from tests.e2e.test_examples import (  # noqa: F401 (tests, run here on a GPU)
-    test_a_hybrid_engine_learns_or_says_what_it_needs,
     test_a_stream_is_paused_and_goes_on,
-    test_a_trainer_and_an_llm_in_one_script,
     test_a_trainer_process_and_a_server_over_http,
     test_an_async_llm_streams_while_a_trainer_publishes,
     test_requests_outlive_the_turns_of_a_trainer,
-    test_rollouts_that_live_through_updates_know_their_ratios,
+    test_the_example_with_a_trainer_and_an_llm_in_one_script_learns,
+    test_the_hybrid_engine_example_learns_or_says_that_it_needs_a_gpu,
+    test_the_partial_rollout_example_reports_the_ratios_of_each_version,
     test_upstreams_trainer_interface_and_a_server_over_http,
 )
 

@@ -59,7 +59,7 @@ def test_values_not_finite_in_the_served_dtype_are_counted(served_as):
         assert bad == int((~tensors[name].to(served_as).isfinite()).sum()) >= 18, name
 
 
-def test_its_speed_is_printed():
+def test_the_gpu_digest_prints_its_speed():
     tensor = torch.empty(1 << 30, dtype=torch.bfloat16, device="cuda").normal_()
     audit = GpuDigest(torch.device("cuda"), {})
     audit.add([("warm", tensor)])

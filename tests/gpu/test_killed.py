@@ -17,7 +17,7 @@ from tests.robustness.injection.test_killed import (  # noqa: F401 (one is a tes
     NUM_TOKENS,
     are_gone,
     says,
-    test_a_rank_that_waits_for_good_ends_with_its_core,
+    test_a_rank_stuck_in_a_step_ends_with_its_engine_core,
 )
 from tests.support.serving import Server
 from tests.support.waiting import until

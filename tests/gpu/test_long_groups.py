@@ -8,8 +8,8 @@ import torch
 
 from tests.e2e.test_long_groups import (  # noqa: F401 (tests, run here over NCCL)
     engine,
-    test_hundreds_of_updates_in_one_group_leave_nothing,
-    test_many_groups_one_after_another_leave_nothing,
+    test_hundreds_of_updates_in_one_group_leak_nothing,
+    test_many_groups_one_after_another_leak_nothing,
 )
 
 pytestmark = [

@@ -19,7 +19,7 @@ SHAPE = {"hidden": 1024, "layers": 4, "vocab": 20000}
 
 
 @pytest.mark.parametrize("kind", ["llm", "async_llm"])
-def test_what_a_trainer_on_another_gpu_sends_is_what_the_rank_serves(
+def test_a_rank_serves_the_weights_from_a_trainer_on_another_gpu(
     old: Path, new: Path, kind: str
 ) -> None:
     feed(kind, old, new, "inflight_nccl")

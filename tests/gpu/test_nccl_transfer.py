@@ -143,7 +143,7 @@ def test_a_trainer_killed_in_the_middle_hurts_nothing_else(gpu, decoding):
     receive_all(gpu)
 
 
-def test_a_cancelled_update_lets_go_and_a_new_group_works(gpu, decoding):
+def test_a_cancelled_update_ends_its_transfer_and_a_new_group_works(gpu, decoding):
     cancelled = threading.Event()
     with process(trainer, "half", NUM_GIB) as child:
         receiver = join(child.pipe.recv(), gpu)

@@ -11,21 +11,21 @@ import torch
 from tests.e2e.test_out_of_band_writes import (  # noqa: F401 (tests, run here on a GPU)
     booted,
     rpc,
-    test_a_call_that_breaks_off_as_it_writes_leaves_nothing_to_decode_with,
     test_a_call_that_breaks_off_before_it_writes_changes_nothing,
+    test_a_call_that_fails_during_its_write_leaves_no_weights_to_decode_with,
     test_a_call_that_writes_nothing_changes_nothing,
     test_a_call_that_writes_nothing_leaves_an_update_under_way_alone,
-    test_a_phase_of_an_update_that_an_extension_calls_alone_is_refused,
     test_a_published_version_ends_the_wait_after_a_part_was_loaded,
     test_a_reload_in_several_calls_holds_decoding_until_it_has_ended,
-    test_a_reload_that_nobody_ends_is_put_back_at_its_deadline,
-    test_a_reload_that_the_thread_that_steps_has_begun_is_broken_off_by_its_step,
+    test_a_single_phase_of_an_update_called_by_an_extension_is_rejected,
     test_a_step_in_the_middle_of_a_reload_does_not_end_the_engine,
     test_a_subset_after_a_write_is_a_subset_of_what_was_written,
     test_a_write_ends_the_update_that_was_to_follow_on_what_was_served,
     test_an_out_of_band_write_begins_a_version,
-    test_layers_that_cannot_be_put_back_hold_decoding_until_they_can,
-    test_nothing_goes_back_over_a_call_that_has_written,
+    test_an_unfinished_reload_begun_by_the_stepping_thread_is_ended_by_the_next_step,
+    test_an_unfinished_reload_is_ended_at_its_deadline,
+    test_decoding_waits_while_layers_cannot_be_restored_after_a_failed_reload,
+    test_no_rollback_crosses_a_call_that_wrote_weights,
     test_only_an_update_loads_into_the_shadow_weights,
     test_requests_run_on_across_a_write_and_their_tokens_say_so,
     third,
@@ -135,9 +135,7 @@ def load_one(worker: Any, name: str, tensor: torch.Tensor) -> None:
     worker.model_runner.model.load_weights([(name, tensor)])
 
 
-def test_a_call_while_the_weights_sleep_reads_none_of_them(
-    sleeper: Any, old: Path
-) -> None:
+def test_a_worker_call_does_not_read_sleeping_weights(sleeper: Any, old: Path) -> None:
     llm = sleeper
     llm.update_weights_from_disk(str(old), "old")
     said = greedy(llm)
@@ -151,7 +149,7 @@ def test_a_call_while_the_weights_sleep_reads_none_of_them(
     assert greedy(llm) == said
 
 
-def test_a_look_at_large_weights_takes_little_from_decoding(
+def test_checking_large_weights_for_writes_takes_little_time_from_decoding(
     start: Callable[..., Any], checkpoint: Callable[..., Path]
 ) -> None:
     llm = start(checkpoint(0, **LARGE), enforce_eager=False)

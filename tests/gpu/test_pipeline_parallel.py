@@ -69,7 +69,7 @@ def test_every_step_of_many_commits_under_load_is_of_one_version(
     assert mismatches(outputs[-32:], reference, "a", NOISE) == []
 
 
-def test_a_version_that_one_stage_cannot_take_is_served_by_neither(
+def test_a_version_that_one_stage_rejects_is_served_by_no_stage(
     llm: Any, versions: dict[str, Path], tmp_path: Path
 ) -> None:
     from safetensors.torch import load_file, save_file

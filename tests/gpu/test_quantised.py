@@ -79,7 +79,7 @@ def test_quantised_weights_equal_a_fresh_engine_after_every_commit_and_rollback(
     commits_and_rollbacks(llm, old, new, fresh)
 
 
-def test_flips_under_load_and_a_missing_scale(
+def test_quantised_weights_flip_under_load_and_a_missing_scale_is_rejected(
     start: Callable[..., Any],
     folder: Callable[[int, str | None], Path],
     admitted: Admitted,

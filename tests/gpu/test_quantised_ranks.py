@@ -71,7 +71,7 @@ def two(start: Callable[..., Any]) -> Callable[..., Any]:  # noqa: F811
     ],
     ids=lambda value: str(value),
 )
-def test_two_ranks_equal_a_fresh_engine_and_a_wrong_tensor_on_one_changes_neither(
+def test_quantised_ranks_equal_a_fresh_engine_and_reject_a_wrong_tensor_of_one_rank(
     two: Callable[..., Any],
     folder: Folder,
     kind: str | None,
@@ -113,7 +113,7 @@ def test_two_ranks_flip_quantised_weights_under_load(
 
 
 @pytest.mark.parametrize("kind", ["fp8-channel", "fp8-block", "int8", "int4-wide"])
-def test_two_stages_equal_a_fresh_engine_and_a_wrong_tensor_of_one_changes_neither(
+def test_quantised_stages_equal_a_fresh_engine_and_reject_a_missing_tensor_of_one_stage(
     two: Callable[..., Any], folder: Folder, kind: str
 ) -> None:
     old, new = folder(0, kind), folder(1, kind)
@@ -134,7 +134,7 @@ def test_two_stages_equal_a_fresh_engine_and_a_wrong_tensor_of_one_changes_neith
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "fp8_per_channel"])
-def test_schemes_whose_ranks_agree_on_a_scale_are_refused(
+def test_schemes_whose_ranks_agree_on_a_scale_are_rejected(
     two: Callable[..., Any], folder: Folder, quantization: str
 ) -> None:
     llm = two(folder(0, None), enforce_eager=True, quantization=quantization)

@@ -7,10 +7,10 @@ from tests.e2e.test_scrub import (  # noqa: F401 (tests, run here on a GPU)
     engine,
     folders,
     llm,
+    test_a_scrub_names_the_tensors_with_a_changed_bit,
     test_a_subset_is_compared_with_all_of_the_version_that_it_made,
     test_every_tensor_is_compared_with_what_was_announced,
-    test_one_bit_that_changes_is_named,
-    test_tokens_flow_while_it_is_read_and_a_commit_begins_it_anew,
+    test_tokens_flow_during_a_scrub_and_a_commit_restarts_the_scrub,
 )
 
 pytestmark = [

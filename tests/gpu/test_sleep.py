@@ -96,7 +96,9 @@ def one_set(llm: Any) -> int:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_memory_is_given_back_and_taken_again(llm: Any, old: Path, level: int) -> None:
+def test_a_sleep_frees_gpu_memory_and_a_wake_up_takes_it_again(
+    llm: Any, old: Path, level: int
+) -> None:
     arena, awake, weights = arena_of(llm), free_bytes(), one_set(llm)
     assert arena.stats()["backed_bytes"] == 2 * weights > 500 * MIB
     llm.sleep(level=level)
@@ -187,7 +189,7 @@ def test_calls_that_need_weights_are_rejected_while_weights_are_asleep(
 
 
 @pytest.mark.parametrize("is_sealed", [False, True])
-def test_a_version_that_was_staged_when_sleep_came_is_gone(
+def test_a_sleep_ends_an_update_that_is_staged(
     llm: Any, new: Path, fresh: list[list[int]], is_sealed: bool
 ) -> None:
     before = greedy(llm)
@@ -229,7 +231,7 @@ def test_upstreams_reload_ends_a_sleep_of_level_2(llm: Any) -> None:
     assert greedy(llm) == before
 
 
-def test_without_room_for_a_second_set_the_first_one_serves(
+def test_the_live_weights_serve_without_memory_for_the_shadow_weights(
     llm: Any, new: Path, fresh: list[list[int]]
 ) -> None:
     weights = one_set(llm)
@@ -245,7 +247,7 @@ def test_without_room_for_a_second_set_the_first_one_serves(
     assert greedy(llm) == fresh
 
 
-def test_a_second_set_on_the_host_sleeps_upstreams_way(
+def test_an_engine_with_shadow_weights_on_the_host_sleeps_with_upstreams_allocator(
     llm: Any, fresh: list[list[int]], old: Path, new: Path, eager: bool
 ) -> None:
     before = greedy(llm)

@@ -23,7 +23,7 @@ OFFLOADING = {
 
 
 @pytest.mark.parametrize("flag", OFFLOADING)
-def test_an_engine_that_offloads_says_what_it_says_without_and_is_not_updated(
+def test_an_offloading_engine_decodes_as_usual_and_rejects_updates(
     start: Callable[..., Any], old: Path, new: Path, flag: str
 ) -> None:
     plain = greedy(start(old))
@@ -34,7 +34,7 @@ def test_an_engine_that_offloads_says_what_it_says_without_and_is_not_updated(
 
 @pytest.mark.parametrize("staging", ["device", "host"])
 @pytest.mark.parametrize("flag", OFFLOADING)
-def test_offloading_is_refused_by_its_flag_where_a_second_set_was_asked_for(
+def test_offloading_is_rejected_by_its_flag_if_shadow_weights_were_requested(
     start: Callable[..., Any], old: Path, flag: str, staging: str
 ) -> None:
     inflight = {"additional_config": {"inflight": {"staging": staging}}}

@@ -78,7 +78,7 @@ def test_two_ranks_take_updates_from_a_trainer(
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 3, reason="the trainer needs a third")
-def test_two_ranks_survive_their_trainer(
+def test_two_ranks_survive_the_death_of_their_trainer(
     llm: Any, fresh: list[list[int]], old: Path, new: Path
 ) -> None:
     llm.update_weights_from_disk(str(old), "old")
@@ -95,7 +95,7 @@ def test_two_ranks_survive_their_trainer(
         assert greedy(llm) == fresh
 
 
-def test_a_version_that_is_not_whole_is_served_by_no_rank(
+def test_an_incomplete_version_is_served_by_no_rank(
     llm: Any,
     old: Path,
     checkpoint: Callable[..., Path],

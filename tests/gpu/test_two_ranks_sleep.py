@@ -50,7 +50,7 @@ def llm(two: Callable[..., Any], fresh: Any, old: Path) -> Any:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_both_ranks_give_their_memory_back_and_take_it_again(
+def test_a_sleep_frees_the_memory_of_both_ranks_and_a_wake_up_takes_it_again(
     llm: Any, old: Path, level: int
 ) -> None:
     before, awake = greedy(llm), free_bytes(llm)

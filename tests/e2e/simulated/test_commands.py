@@ -48,7 +48,7 @@ def connecting(core: EngineCore) -> int:
     return core.vllm_inflight.updates._connecting.serial
 
 
-def test_a_join_is_known_before_a_rank_hears_of_it(core: EngineCore) -> None:
+def test_a_join_is_registered_before_a_rank_gets_the_command(core: EngineCore) -> None:
     """Else an update that begins then would wait with it, for as long as it does."""
     found: list[str] = []
 
@@ -65,7 +65,7 @@ def test_a_join_is_known_before_a_rank_hears_of_it(core: EngineCore) -> None:
     call(core, "start", transport="groups")
 
 
-def test_a_join_that_the_ranks_could_not_be_told_keeps_nobody_out(
+def test_a_join_command_that_could_not_be_sent_does_not_block_updates(
     core: EngineCore,
 ) -> None:
     def refuse(command: str) -> None:
@@ -100,7 +100,7 @@ def test_a_command_that_was_not_sent_leaves_the_connecting_transport(
     call(core, "start", transport="groups")
 
 
-def test_an_update_that_ends_while_the_ranks_are_told_costs_nothing(
+def test_an_update_that_ends_while_its_start_is_sent_keeps_the_rollback_target(
     core: EngineCore,
 ) -> None:
     publish_weights(core, 1, "one")
@@ -119,7 +119,7 @@ def test_an_update_that_ends_while_the_ranks_are_told_costs_nothing(
     call(core, "rollback", to_version="one")
 
 
-def test_an_update_that_the_ranks_could_not_be_told_of_is_not_under_way(
+def test_an_update_whose_start_command_fails_does_not_stay_active(
     core: EngineCore,
 ) -> None:
     for error in (OSError("no room"), KeyboardInterrupt()):

@@ -52,7 +52,7 @@ def switched(core: EngineCore, method: str, **body: Any) -> tuple[Any, list[int]
 
 
 @pytest.mark.parametrize("mode", ["retract", "abort"])
-def test_no_step_of_the_old_weights_saves_what_it_computed_after_the_drop(
+def test_no_step_of_the_old_weights_saves_kv_after_the_connector_drops_its_cache(
     core: EngineCore, mode: str
 ) -> None:
     streams = started(core)
@@ -63,7 +63,7 @@ def test_no_step_of_the_old_weights_saves_what_it_computed_after_the_drop(
     assert_told_truly(core, streams.run(), LABELS.get)
 
 
-def test_nothing_runs_on_that_would_save_kv_of_the_old_weights(
+def test_an_in_place_switch_is_rejected_while_requests_would_save_old_kv(
     core: EngineCore,
 ) -> None:
     streams = started(core)
@@ -112,7 +112,7 @@ def test_a_session_between_two_inputs_keeps_its_kv_and_a_commit_out(
     assert switched(core, "commit", mode="abort")[1] == [0]
 
 
-def test_a_session_that_ends_its_turn_keeps_out_the_commit_that_waited_for_it(
+def test_a_session_that_ends_its_turn_makes_the_waiting_commit_fail(
     core: EngineCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saving = Saving(core)
@@ -129,7 +129,9 @@ def test_a_session_that_ends_its_turn_keeps_out_the_commit_that_waited_for_it(
     assert saving.num_to_come == []
 
 
-def test_an_undo_is_not_refused_over_requests(core: EngineCore) -> None:
+def test_the_undo_of_a_commit_is_not_rejected_because_of_running_requests(
+    core: EngineCore,
+) -> None:
     streams = started(core)
     stage_weights(core, 1)
     update_id = call(core, "status")["active"]["update_id"]
@@ -144,7 +146,7 @@ def test_an_undo_is_not_refused_over_requests(core: EngineCore) -> None:
     assert (reply["ok"]["weight_version"], num_to_come) == ("default", [0])
 
 
-def test_where_nothing_runs_or_kv_is_shared_it_is_a_commit_as_any_other(
+def test_a_commit_drops_an_idle_connectors_cache_and_keeps_shared_kv(
     core: EngineCore,
 ) -> None:
     stage_weights(core, 1)

@@ -34,7 +34,7 @@ def labels(both: Together) -> list[str]:
     return [core.vllm_inflight.version.label for core in both.cores]
 
 
-def test_both_commit_at_the_same_step_and_nobody_stops(both: Together) -> None:
+def test_both_engines_commit_at_the_same_step_and_keep_decoding(both: Together) -> None:
     both.start(3, 1)
     both.stage(1)
     replies = both.control("commit", LAG_S, weight_version="one")
@@ -49,7 +49,7 @@ def test_both_commit_at_the_same_step_and_nobody_stops(both: Together) -> None:
         assert set(both.stamps[name]) == {"default", "one"}
 
 
-def test_without_it_they_mix_versions_in_a_step(
+def test_engines_mix_versions_in_a_step_without_the_synchronous_commit(
     both: Together, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DpCommit, "is_kept", False)
@@ -62,7 +62,9 @@ def test_without_it_they_mix_versions_in_a_step(
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_one_that_cannot_keeps_the_other_back(both: Together, failing: int) -> None:
+def test_an_engine_that_cannot_commit_keeps_the_other_from_committing(
+    both: Together, failing: int
+) -> None:
     both.start(2, 2)
     both.stage(1)
     both.cores[failing].model_executor.is_to_fail = True
@@ -104,7 +106,9 @@ def test_engines_without_work_commit_too(both: Together) -> None:
     assert set(both.finish()[0][len(first) :]) == {1}
 
 
-def test_retraction_and_pauses_go_with_it(both: Together) -> None:
+def test_a_synchronous_commit_works_with_retraction_and_under_a_pause(
+    both: Together,
+) -> None:
     both.start(2, 2)
     both.stage(1)
     assert all(r["ok"]["paused"] for r in both.control("pause", mode="in_place"))
@@ -118,7 +122,7 @@ def test_retraction_and_pauses_go_with_it(both: Together) -> None:
             assert all(set(s.kv) == {1} for s in made if s.weights == 1)
 
 
-def test_a_pause_that_one_refuses_pauses_none(both: Together) -> None:
+def test_a_pause_that_one_engine_rejects_pauses_no_engine(both: Together) -> None:
     both.start(0, 1)
     with pytest.raises(PauseConflict, match="stay in place"):
         asyncio.run(Control(both).pause("in_place", flush_cache=True))
@@ -148,7 +152,7 @@ def test_a_commit_where_weights_were_gone_lets_decoding_go_on(both: Together) ->
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_request_that_comes_before_they_go_on_sets_none_of_them_going(
+def test_a_request_that_arrives_before_both_engines_continue_starts_neither(
     both: Together, level: int
 ) -> None:
     if level == 1:
@@ -185,7 +189,9 @@ def test_requests_that_drain_under_a_pause_go_on_after_waking_up(
 
 
 @pytest.mark.parametrize("hasty", [0, 1])
-def test_of_two_pauses_in_a_row_each_is_agreed_on(both: Together, hasty: int) -> None:
+def test_both_engines_agree_on_each_of_two_successive_pauses(
+    both: Together, hasty: int
+) -> None:
     def pause(core: Any) -> None:
         core.inflight("pause", {"mode": "wait"})
 
@@ -226,7 +232,7 @@ def test_continuing_right_after_waking_up_is_continuing(both: Together) -> None:
     assert [len(told) for told in both.stamps.values()] == [150, 150]
 
 
-def test_an_update_that_ends_disarms_the_one_that_was_asked(both: Together) -> None:
+def test_an_aborted_update_cancels_its_pending_commit(both: Together) -> None:
     both.start(2, 2)
     both.stage(1)
     asked = both.ask(0, lambda core: core.inflight("commit", {})).result(timeout=20)
@@ -262,7 +268,7 @@ def test_a_reload_that_one_engine_rejects_runs_on_none(both: Together) -> None:
     )
 
 
-def test_where_one_cannot_be_updated_nobody_needs_to_meet(
+def test_engines_skip_the_commit_agreement_if_one_engine_cannot_be_updated(
     both: Together, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     met = []
@@ -283,7 +289,9 @@ def test_where_one_cannot_be_updated_nobody_needs_to_meet(
     assert not both.cores[0].vllm_inflight.dp_commit.is_armed
 
 
-def test_updates_whose_ids_the_engines_made_up_are_one(both: Together) -> None:
+def test_engines_commit_together_an_update_started_without_an_id(
+    both: Together,
+) -> None:
     both.start(2, 1)
     both.stage(1, is_named=False)
     assert all("ok" in r for r in both.control("commit", LAG_S, weight_version="one"))
@@ -291,7 +299,7 @@ def test_updates_whose_ids_the_engines_made_up_are_one(both: Together) -> None:
     both.finish()
 
 
-def test_patience_with_an_engine_that_is_not_asked_ends(
+def test_a_commit_fails_in_time_if_it_did_not_reach_every_engine(
     both: Together, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dp_commit, "PATIENCE_S", 0.2)
@@ -307,7 +315,7 @@ def test_patience_with_an_engine_that_is_not_asked_ends(
     both.finish()
 
 
-def test_two_different_switches_are_none(both: Together) -> None:
+def test_two_engines_that_got_different_calls_make_neither(both: Together) -> None:
     both.start(2, 2)
     both.stage(1)
     commit = both.ask(0, lambda core: core.inflight("commit", {})).result(timeout=20)
@@ -366,7 +374,7 @@ def test_a_reload_is_of_both_at_the_same_step(both: Together) -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_reload_that_fails_on_one_lets_none_decode(
+def test_no_engine_decodes_after_a_reload_that_fails_on_one_engine(
     both: Together, failing: int
 ) -> None:
     both.start(1, 1)
@@ -388,7 +396,7 @@ def test_a_reload_that_fails_on_one_lets_none_decode(
     assert [len(told) for told in both.stamps.values()] == [150, 150]
 
 
-def test_a_reload_that_one_refuses_is_written_by_none(both: Together) -> None:
+def test_a_reload_that_one_engine_rejects_writes_on_no_engine(both: Together) -> None:
     both.start(1, 1)
     both.ask(1, lambda core: call(core, "start", transport="local")).result(timeout=20)
     answers = reload(both, LAG_S)

@@ -119,7 +119,7 @@ def later(both: Together, rank: int, method: str, **body: Any) -> Future[Any]:
 
 
 @pytest.mark.parametrize("mode", PauseMode)
-def test_a_renewal_moves_the_end_on_both_and_ends_no_request(
+def test_a_renewal_extends_the_lease_on_both_engines_and_ends_no_request(
     both: Together, mode: PauseMode
 ) -> None:
     both.start(2, 1)
@@ -161,7 +161,7 @@ def test_a_lease_that_ends_lets_both_go_on(both: Together, mode: PauseMode) -> N
     assert {(s["owner"], s["lease_left_s"]) for s in states(both)} == {(None, None)}
 
 
-def test_a_lease_that_was_renewed_does_not_end_where_it_would_have(
+def test_a_renewed_lease_does_not_expire_at_its_first_deadline(
     both: Together,
 ) -> None:
     before = num_expired(both)
@@ -175,7 +175,7 @@ def test_a_lease_that_was_renewed_does_not_end_where_it_would_have(
 
 @pytest.mark.parametrize("early", range(NUM_ENGINES))
 @pytest.mark.parametrize("mode", PauseMode)
-def test_a_renewal_that_comes_as_a_lease_runs_out_is_one_on_both(
+def test_a_renewal_that_races_with_lease_expiry_takes_effect_on_both_engines(
     mixture: Together, mode: PauseMode, early: int
 ) -> None:
     """It came to the other engine before the end of its lease, and here after it."""
@@ -214,7 +214,7 @@ def test_continuing_as_a_lease_runs_out_lets_both_go_on(
 
 
 @pytest.mark.parametrize("early", range(NUM_ENGINES))
-def test_a_lease_that_runs_out_as_a_commit_comes_leaves_nobody_waiting(
+def test_a_commit_that_races_with_lease_expiry_leaves_no_engine_waiting(
     mixture: Together, early: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease, "RETRY_S", SOON_S)
@@ -236,7 +236,7 @@ def test_a_lease_that_runs_out_as_a_commit_comes_leaves_nobody_waiting(
     assert all(a == b for a, b in zip(*forwards, strict=False))
 
 
-def test_a_commit_is_told_that_decoding_is_about_to_continue(
+def test_a_commit_is_rejected_while_a_continue_is_pending(
     mixture: Together,
 ) -> None:
     mixture.start(2, 1)
@@ -257,7 +257,9 @@ def test_a_commit_is_told_that_decoding_is_about_to_continue(
     assert set(mixture.ends.values()) == {"length"}
 
 
-def test_continuing_what_is_not_paused_waits_for_nobody(mixture: Together) -> None:
+def test_a_continue_returns_at_once_on_an_engine_that_is_not_paused(
+    mixture: Together,
+) -> None:
     """A request has woken one of the engines, and the other one has not heard yet."""
     mixture.control("pause", mode="in_place")  # they have met
     mixture.control("resume")

@@ -31,7 +31,7 @@ def told(core: EngineCore) -> float | None:
     return call(core, "metrics")["drift"]
 
 
-def test_a_rollback_changes_sides_and_not_the_distance(core: EngineCore) -> None:
+def test_a_rollback_keeps_the_reported_drift(core: EngineCore) -> None:
     assert told(core) == 0.2
     for _ in range(2):
         call(core, "rollback")
@@ -41,7 +41,7 @@ def test_a_rollback_changes_sides_and_not_the_distance(core: EngineCore) -> None
     call(core, "abort")
 
 
-def test_a_switch_that_is_taken_back_leaves_the_distance_from_before(
+def test_an_undone_switch_restores_the_drift_of_the_version_before(
     core: EngineCore,
 ) -> None:
     publish(core, 3, 0.3)
@@ -50,7 +50,9 @@ def test_a_switch_that_is_taken_back_leaves_the_distance_from_before(
     assert told(core) == 0.2
 
 
-def test_of_what_cannot_be_compared_no_distance_is_told(core: EngineCore) -> None:
+def test_drift_is_not_reported_for_versions_that_cannot_be_compared(
+    core: EngineCore,
+) -> None:
     publish(core, 3, None)
     assert told(core) is None
     call(core, "rollback")

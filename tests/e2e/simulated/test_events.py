@@ -92,7 +92,7 @@ def test_rejected_and_aborted_updates_are_logged_as_warnings(
     assert texts[2] == "update 'c' refused: weights_mismatch: 1 tensor is missing"
 
 
-def test_a_commit_or_a_rollback_that_is_refused_is_told(
+def test_a_rejected_commit_or_rollback_is_logged(
     core: EngineCore, lines: Lines
 ) -> None:
     stage_weights(core, 1)
@@ -108,7 +108,7 @@ def test_a_commit_or_a_rollback_that_is_refused_is_told(
     ), lines.told
 
 
-def test_a_pause_and_its_end_are_told_once_however_often_it_is_renewed(
+def test_a_pause_and_its_end_are_logged_once_despite_renewals(
     core: EngineCore, lines: Lines
 ) -> None:
     streams = started(core)
@@ -135,7 +135,7 @@ def test_a_pause_and_its_end_are_told_once_however_often_it_is_renewed(
         ("debug", ["DEBUG", "WARNING"]),
     ],
 )
-def test_the_level_is_that_of_the_flag(
+def test_the_log_level_flag_sets_the_level_of_the_events(
     make: Any, lines: Lines, level: str, told: list[str]
 ) -> None:
     core = make(inflight={"log_level": level})

@@ -60,7 +60,9 @@ def test_no_step_is_overtaken_by_a_commit_or_a_rollback(core: EngineCore) -> Non
     assert_told_truly(core, streams.run(), LABELS.get)
 
 
-def test_batches_stay_as_they_are_while_steps_are_waited_for(core: EngineCore) -> None:
+def test_scheduled_batches_stay_unchanged_while_a_commit_waits_for_their_steps(
+    core: EngineCore,
+) -> None:
     streams = in_flight(core)
     before = [scheduled for _, scheduled, _ in core.batch_queue]
     told = sum(map(len, streams.tokens.values()))
@@ -75,7 +77,7 @@ def test_no_step_is_overtaken_by_an_adapter(core: EngineCore) -> None:
     assert set(core.model_executor.num_overtaken) == {0}
 
 
-def test_behind_a_step_that_fails_nothing_is_committed(model: Path) -> None:
+def test_no_commit_follows_a_step_that_fails(model: Path) -> None:
     core = simulated_core(model, Graph, kind=Loop, pipeline_parallel_size=2)
     in_flight(core)
     stage_weights(core, 1)
@@ -94,7 +96,7 @@ Strange: Any = type("Strange", (Executor,), dict(vars(SimulatedExecutor)))
 """Of no kind that is known."""
 
 
-def test_an_unknown_executor_serves_and_is_refused_by_name(model: Path) -> None:
+def test_an_unknown_executor_serves_and_is_rejected_by_name(model: Path) -> None:
     core = simulated_core(model, Strange, kind=Loop)
     assert core.model_executor.board is None, "it was asked for something"
     calls = {"start": {"transport": "groups"}, "join_group": {"init_info": {}}}
@@ -136,7 +138,7 @@ ONE, TWO = 1, 2
         (Executor, ONE, "generate", True, "executor Mine is unknown"),
     ],
 )
-def test_an_executor_is_what_it_is_derived_from(
+def test_a_derived_executor_is_treated_as_its_base_class(
     base: Any, num_ranks: int, runner: str, is_ordered: bool, refusal: str | None
 ) -> None:
     derived: Any = type("Mine", (base,), {})

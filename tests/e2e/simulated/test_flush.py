@@ -34,7 +34,7 @@ class Tier:
 
 
 @pytest.mark.parametrize("mode", ["retract", "abort", "wait"])
-def test_a_flush_says_what_it_dropped(
+def test_a_flush_reports_what_it_dropped(
     make: Callable[..., EngineCore], mode: str
 ) -> None:
     core = make()
@@ -47,7 +47,7 @@ def test_a_flush_says_what_it_dropped(
     assert call(core, "flush")["dropped"]["blocks"] == 0
 
 
-def test_a_flush_is_refused_while_requests_stay_in_place(core: EngineCore) -> None:
+def test_a_flush_is_rejected_while_requests_stay_in_place(core: EngineCore) -> None:
     streams = started(core)
     for method, body in (
         ("pause", {"mode": "in_place", "flush_cache": True}),
@@ -61,7 +61,7 @@ def test_a_flush_is_refused_while_requests_stay_in_place(core: EngineCore) -> No
     assert call(core, "flush")["dropped"]["blocks"] > 0
 
 
-def test_a_flush_at_a_commit_retracts_unless_it_says_otherwise(
+def test_a_commit_with_a_flush_retracts_requests_and_rejects_mode_in_place(
     make: Callable[..., EngineCore],
 ) -> None:
     core = make()
@@ -86,7 +86,9 @@ def session(core: EngineCore) -> Streams:
     return streams
 
 
-def test_a_pause_that_ends_who_holds_kv_can_drop_it(core: EngineCore) -> None:
+def test_only_a_pause_that_ends_the_session_holding_kv_can_flush_the_cache(
+    core: EngineCore,
+) -> None:
     streams = session(core)
     for mode in ("in_place", "abort"):
         flushed = ask(core, "pause", mode=mode, flush_cache=True)
@@ -129,7 +131,7 @@ def test_a_connector_that_cannot_drop_its_cache_is_named(
     assert "Tier" in core.inflight("flush", {})["error"]["message"]
 
 
-def test_a_pause_in_force_is_told_though_the_caches_could_not_be_dropped(
+def test_a_pause_reports_that_the_caches_could_not_be_dropped(
     make: Callable[..., EngineCore], core: EngineCore
 ) -> None:
     streams = session(core)

@@ -62,7 +62,7 @@ def told(core: EngineCore) -> tuple[str, int, str | None]:
     [(SimulatedExecutor, "_inflight_flip"), (Journal, "note")],
 )
 @pytest.mark.parametrize("method", ["commit", "rollback"])
-def test_a_switch_is_made_to_its_end_and_ctrl_c_comes_after_it(
+def test_a_switch_interrupted_by_ctrl_c_completes_before_the_interrupt_is_raised(
     core: EngineCore,
     monkeypatch: pytest.MonkeyPatch,
     owner: Any,
@@ -86,7 +86,7 @@ def test_a_switch_is_made_to_its_end_and_ctrl_c_comes_after_it(
     assert set(Streams(core).run().stamps["r"]) == {expected[0]}
 
 
-def test_a_switch_that_breaks_off_after_the_flip_is_taken_back(
+def test_a_switch_that_fails_after_the_flip_is_undone(
     core: EngineCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish_weights(core, 1, "one")
@@ -107,7 +107,7 @@ def test_a_switch_that_breaks_off_after_the_flip_is_taken_back(
     assert told(core) == ("two", 2, "one")
 
 
-def test_a_switch_that_cannot_be_taken_back_ends_the_engine(
+def test_a_switch_that_cannot_be_undone_ends_the_engine(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Once(SimulatedExecutor):
@@ -133,7 +133,7 @@ def test_a_switch_that_cannot_be_taken_back_ends_the_engine(
             in_a_turn(core, "commit", weight_version="two")
 
 
-def test_a_pause_that_is_broken_off_leaves_no_pause(
+def test_an_interrupted_pause_leaves_the_engine_running(
     core: EngineCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stand(self: Any) -> None:

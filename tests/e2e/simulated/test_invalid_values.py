@@ -37,7 +37,7 @@ def test_an_update_does_not_begin_with_a_wrong_value(
         *(("mode", value) for value in ("", 0, False, [])),
     ],
 )
-def test_nothing_is_switched_or_paused_by_a_wrong_value(
+def test_a_call_with_an_invalid_value_neither_switches_nor_pauses(
     make: Callable[..., EngineCore], method: str, field: str, value: object
 ) -> None:
     core = make()
@@ -49,7 +49,7 @@ def test_nothing_is_switched_or_paused_by_a_wrong_value(
     assert call(core, "status")["active"]["phase"] == "staged"
 
 
-def test_no_version_comes_back_in_a_mode_that_is_none(
+def test_a_rollback_with_an_invalid_mode_is_rejected(
     make: Callable[..., EngineCore],
 ) -> None:
     core = make()

@@ -79,7 +79,9 @@ def test_a_retracted_request_reads_kv_of_the_live_weights_only(
     streams.run()
 
 
-def test_it_leaves_its_kv_to_nobody_who_may_not_read_it(core: EngineCore) -> None:
+def test_kv_of_a_retracted_request_is_read_only_under_weights_near_its_own(
+    core: EngineCore,
+) -> None:
     add(core, "probe", TEXT, max_tokens=60)
     streams = Streams(core).step(8)
     by_the_commit(core, 1)

@@ -141,7 +141,7 @@ def read_by(core: EngineCore, name: str) -> set[int]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_no_request_reads_kv_of_weights_before_it(
+def test_no_request_reads_kv_of_earlier_weights(
     core: EngineCore, way: Callable[[EngineCore], None]
 ) -> None:
     way(core)
@@ -150,7 +150,7 @@ def test_no_request_reads_kv_of_weights_before_it(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_without_our_salt_the_same_way_reads_stale_kv(
+def test_every_tested_path_reads_stale_kv_without_our_salt(
     core: EngineCore, way: Callable[[EngineCore], None]
 ) -> None:
     core.scheduler.vllm_inflight.policy = Unsalted()
@@ -159,7 +159,7 @@ def test_without_our_salt_the_same_way_reads_stale_kv(
 
 
 @pytest.mark.parametrize("way", WAYS[:3])
-def test_shared_is_upstreams_behaviour(
+def test_the_shared_policy_reads_old_kv_as_upstream_does(
     core: EngineCore, way: Callable[[EngineCore], None]
 ) -> None:
     core.scheduler.vllm_inflight.policy = NamespacePolicy.parse("shared")
@@ -168,7 +168,7 @@ def test_shared_is_upstreams_behaviour(
 
 
 @pytest.mark.parametrize("way", WAYS[3:5])
-def test_shared_recomputes_what_was_retracted_all_the_same(
+def test_the_shared_policy_recomputes_the_kv_of_retracted_requests(
     core: EngineCore, way: Callable[[EngineCore], None]
 ) -> None:
     core.scheduler.vllm_inflight.policy = NamespacePolicy.parse("shared")
@@ -215,7 +215,7 @@ def test_kv_more_than_k_updates_old_may_not(core: EngineCore) -> None:
     assert read_by(core, "probe") == {3}
 
 
-def test_a_chain_is_as_old_as_its_root_whoever_filled_it_up(core: EngineCore) -> None:
+def test_a_chain_of_blocks_has_the_age_of_its_root(core: EngineCore) -> None:
     """Blocks that a long request filled lately hang under the root it began with."""
     core.scheduler.vllm_inflight.policy = NamespacePolicy.parse("versioned:1")
     add(core, "long", TEXT, max_tokens=100)
@@ -230,7 +230,7 @@ def test_a_chain_is_as_old_as_its_root_whoever_filled_it_up(core: EngineCore) ->
     assert read_by(core, "two behind") == {2}
 
 
-def test_of_several_roots_the_longest_hit_is_taken(core: EngineCore) -> None:
+def test_the_root_with_the_longest_prefix_hit_is_chosen(core: EngineCore) -> None:
     core.scheduler.vllm_inflight.policy = NamespacePolicy.parse("versioned:2")
     run(core, "first", TEXT)
     publish_weights(core, 1, "one")
@@ -261,7 +261,7 @@ def test_engines_that_share_a_tier_have_salts_of_their_own() -> None:
 # ------------------------------------------------------------------------ provenance
 @pytest.mark.parametrize("num_commits", [1, 2])
 @pytest.mark.parametrize("num_steps", range(3, 9))
-def test_drafts_that_are_rejected_after_a_commit_have_left_no_kv_before_it(
+def test_draft_tokens_rejected_after_a_commit_are_not_counted_in_the_kv_provenance(
     make: Callable[..., EngineCore], num_steps: int, num_commits: int
 ) -> None:
     """The scheduler has counted on them when it scheduled the step after the commit."""

@@ -20,7 +20,9 @@ def label_of(core: EngineCore, wrote: dict[int, str]) -> Any:
     return lambda weights: wrote.get(weights, "default")
 
 
-def test_tokens_and_kv_are_told_truly_across_writes(core: EngineCore) -> None:
+def test_stamps_and_kv_versions_are_correct_across_out_of_band_writes(
+    core: EngineCore,
+) -> None:
     add(core, "runs", prompt(1), max_tokens=60)
     streams, wrote = Streams(core).step(7), {}
     for weights in (1, 2):
@@ -38,14 +40,16 @@ def test_tokens_and_kv_are_told_truly_across_writes(core: EngineCore) -> None:
     assert runs == {0, 1, 2}
 
 
-def test_the_way_back_ends_with_a_write(core: EngineCore) -> None:
+def test_an_out_of_band_write_removes_the_rollback_target(core: EngineCore) -> None:
     publish_weights(core, 1, "one")
     core.collective_rpc("tests_write", args=(5,))
     answer = core.inflight("rollback", {})
     assert answer["error"]["code"] == "nothing_to_roll_back"
 
 
-def test_a_call_that_fails_as_it_writes_holds_every_request(core: EngineCore) -> None:
+def test_a_call_that_fails_during_its_write_holds_all_requests(
+    core: EngineCore,
+) -> None:
     add(core, "runs", prompt(1), max_tokens=60)
     streams = Streams(core).step(7)
     with pytest.raises(RuntimeError, match="of a test"):
@@ -76,7 +80,7 @@ def test_a_reload_in_several_calls_holds_every_request(core: EngineCore) -> None
     assert_told_truly(core, streams, ["default", label].__getitem__)
 
 
-def test_a_pause_of_somebody_elses_outlives_a_reload_in_several_calls(
+def test_another_owners_pause_outlives_a_reload_in_several_calls(
     core: EngineCore,
 ) -> None:
     add(core, "runs", prompt(1), max_tokens=60)
@@ -91,7 +95,7 @@ def test_a_pause_of_somebody_elses_outlives_a_reload_in_several_calls(
     assert len(streams.run().tokens["runs"]) == 60
 
 
-def test_a_commit_that_waits_ends_with_the_write_that_it_was_to_follow(
+def test_an_out_of_band_write_ends_a_waiting_commit(
     core: EngineCore,
 ) -> None:
     add(core, "runs", prompt(1), max_tokens=60)
@@ -107,7 +111,7 @@ def test_a_commit_that_waits_ends_with_the_write_that_it_was_to_follow(
     assert_told_truly(core, streams, {0: "default", 2: label}.__getitem__)
 
 
-def test_a_write_that_no_call_has_made_is_seen_before_the_next_step(
+def test_a_write_outside_of_any_call_is_detected_before_the_next_step(
     core: EngineCore,
 ) -> None:
     """As a thread of a worker makes one, or a call past the engine core."""
@@ -145,7 +149,7 @@ def test_a_look_that_fails_before_a_step_holds_and_does_not_end_the_engine(
     assert_told_truly(core, streams.run(), {0: "default", 2: "two"}.__getitem__)
 
 
-def test_parameters_that_lie_where_no_update_would_write_refuse_updates(
+def test_updates_are_rejected_after_a_call_replaced_a_parameters_tensor(
     make: Any,
 ) -> None:
     core = make(num_blocks=47)

@@ -53,7 +53,7 @@ def test_no_token_comes_during_a_pause_and_none_is_lost_or_doubled(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
-def test_a_commit_under_load_tells_every_token_by_its_weights(
+def test_a_commit_under_load_stamps_every_token_with_its_weights(
     make: Callable[..., EngineCore], kind: str, mode: str
 ) -> None:
     core = make(**KINDS[kind])

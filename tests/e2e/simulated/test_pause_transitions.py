@@ -20,7 +20,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.mark.parametrize("first", PauseMode)
 @pytest.mark.parametrize("second", PauseMode)
-def test_a_pause_becomes_stricter_or_is_told_that_it_cannot(
+def test_a_pause_becomes_stricter_or_the_call_is_rejected(
     core: EngineCore, first: PauseMode, second: PauseMode
 ) -> None:
     streams = started(core)
@@ -162,7 +162,7 @@ def test_an_update_is_begun_staged_and_committed_under_any_pause(
 
 
 @pytest.mark.parametrize("mode", PauseMode)
-def test_a_pause_leaves_what_is_staged_as_it_is(
+def test_a_pause_leaves_a_staged_update_staged(
     core: EngineCore, mode: PauseMode
 ) -> None:
     streams = started(core)

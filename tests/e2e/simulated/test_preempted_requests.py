@@ -29,7 +29,7 @@ def streams(make: Callable[..., EngineCore], request: pytest.FixtureRequest) -> 
     raise AssertionError("the cache was not full")
 
 
-def test_a_commit_that_waits_waits_for_them(streams: Streams) -> None:
+def test_a_waiting_commit_waits_for_preempted_requests(streams: Streams) -> None:
     core = streams.core
     stage_weights(core, 1)
     commit = ask(core, "commit", mode="wait", weight_version="one")
@@ -42,7 +42,7 @@ def test_a_commit_that_waits_waits_for_them(streams: Streams) -> None:
     assert_told_truly(core, streams, LABELS.get)
 
 
-def test_a_pause_that_waits_has_them_run_to_their_end(streams: Streams) -> None:
+def test_a_waiting_pause_lets_preempted_requests_finish(streams: Streams) -> None:
     core = streams.core
     add(core, "late", prompt(9))
     paused = ask(core, "pause", mode="wait")
@@ -82,7 +82,9 @@ def test_a_commit_waits_for_those_that_a_commit_has_retracted(core: EngineCore) 
     assert set(streams.stamps["runs"]) == {"default", "one"}
 
 
-def test_a_pause_that_keeps_them_back_gives_the_commit_back(streams: Streams) -> None:
+def test_a_pause_that_holds_preempted_requests_rejects_the_waiting_commit(
+    streams: Streams,
+) -> None:
     core = streams.core
     stage_weights(core, 1)
     commit = ask(core, "commit", mode="wait")

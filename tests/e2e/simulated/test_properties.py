@@ -279,7 +279,7 @@ class Life(RuleBasedStateMachine):
 @pytest.mark.parametrize("seed", ["", pytest.param("any", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", [k for k in KINDS if "in process" not in k])
-def test_whatever_happens_to_an_engine(
+def test_invariants_hold_in_random_lives_of_an_engine(
     make: Callable[..., EngineCore], kind: str, policy: str, seed: str
 ) -> None:
     options = KINDS[kind] | {"inflight": {"prefix_cache": policy, "kv_versions": "on"}}

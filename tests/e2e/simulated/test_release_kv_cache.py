@@ -67,7 +67,7 @@ def test_a_release_includes_the_engine_that_has_not_released_yet(
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_one_that_cannot_is_named_though_the_other_has_released(
+def test_a_failed_release_names_the_failing_engine_and_is_undone_on_the_other(
     front_end: FrontEnd, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
@@ -86,7 +86,7 @@ def test_one_that_cannot_is_named_though_the_other_has_released(
         assert decodes(core)
 
 
-def test_only_the_release_that_failed_elsewhere_is_undone(front_end: FrontEnd) -> None:
+def test_undo_release_undoes_only_the_release_with_its_id(front_end: FrontEnd) -> None:
     core, other = front_end.cores
     call(core, "release", tags=["kv_cache"], release_id="first")
     call(core, "undo_release", release_id="second")
@@ -96,7 +96,9 @@ def test_only_the_release_that_failed_elsewhere_is_undone(front_end: FrontEnd) -
     assert decodes(core) and decodes(other)
 
 
-def test_one_that_cannot_keep_a_request_has_none_release(front_end: FrontEnd) -> None:
+def test_no_engine_releases_its_kv_cache_if_one_cannot_keep_a_request(
+    front_end: FrontEnd,
+) -> None:
     for core in front_end.cores:
         call(core, "pause", mode="retract", owner="trainer")
     first, second = front_end.cores

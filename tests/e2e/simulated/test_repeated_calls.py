@@ -54,7 +54,7 @@ def test_a_start_repeated_after_its_commit_is_of_the_same_update(
     assert begun == {"update_id": "first", "phase": "committed"}
 
 
-def test_a_start_is_spent_for_unless_it_is_a_repetition(
+def test_a_start_counts_against_the_rate_limit_unless_it_is_a_repetition(
     core: EngineCore,
 ) -> None:
     control = Control(Door(core))
@@ -81,7 +81,7 @@ def test_a_start_is_spent_for_unless_it_is_a_repetition(
     assert costs(update_id="too many") == 1
 
 
-def test_one_call_repeated_after_its_commit_gives_the_same_reply(
+def test_a_one_call_update_repeated_after_its_commit_returns_the_same_reply(
     core: EngineCore,
 ) -> None:
     control = Control(Door(core))
@@ -94,7 +94,7 @@ def test_one_call_repeated_after_its_commit_gives_the_same_reply(
     assert core.model_executor.live == 1
 
 
-def test_a_commit_repeated_under_another_label_is_told_where_the_update_stands(
+def test_a_commit_repeated_under_another_label_is_rejected_with_the_phase(
     core: EngineCore,
 ) -> None:
     body = {"update_id": "labelled", "weight_version": "two"}
@@ -107,7 +107,7 @@ def test_a_commit_repeated_under_another_label_is_told_where_the_update_stands(
         call(core, "commit", update_id="labelled")
 
 
-def test_a_piece_that_somebody_else_finishes_meanwhile_is_committed(
+def test_a_partial_update_is_committed_though_another_call_finishes_it_first(
     core: EngineCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     updates = core.vllm_inflight.updates
@@ -171,7 +171,7 @@ class Silent(Door):
 
 @pytest.mark.parametrize("method", ["start", "receive", "prepare"])
 @pytest.mark.parametrize("door", ["files", "PipelineRL"])
-def test_one_call_that_is_given_up_leaves_no_update_under_way(
+def test_a_cancelled_one_call_update_does_not_stay_active(
     core: EngineCore, method: str, door: str
 ) -> None:
     def update(control: Control) -> Any:

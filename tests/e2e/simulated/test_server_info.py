@@ -12,7 +12,7 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize("form", ["json", "text"])
-def test_no_token_of_a_hub_is_told_wherever_a_model_is_described(
+def test_no_hugging_face_token_appears_in_the_server_configuration(
     make: Callable[..., EngineCore], monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     core = make(Drafting)

@@ -74,7 +74,7 @@ def heard(core: EngineCore, streams: Told, count: int) -> int:
     return core.scheduler.requests["s"].num_computed_tokens
 
 
-def test_a_session_knows_whose_kv_it_reads_in_every_chunk(core: EngineCore) -> None:
+def test_a_session_reports_the_kv_versions_of_every_chunk(core: EngineCore) -> None:
     epoch, streams = core.vllm_inflight.version.epoch, Told(core)
     say(core, list(TEXT))
     first = heard(core, streams, 4)
@@ -140,7 +140,7 @@ def test_a_request_may_have_the_id_of_a_session_that_was_aborted(
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_a_session_may_have_the_id_of_one_that_was_aborted(
+def test_a_new_session_may_reuse_the_id_of_an_aborted_session(
     core: EngineCore, is_late: bool
 ) -> None:
     streams = aborted(core, is_idle=False)
@@ -184,7 +184,9 @@ def test_the_last_thousand_sessions_that_were_aborted_are_remembered() -> None:
     assert found == [True, False, *[True] * (NUM_REMEMBERED - 1)]
 
 
-def test_blocks_of_a_session_are_known_to_who_finds_them(core: EngineCore) -> None:
+def test_a_request_that_reads_a_sessions_blocks_reports_their_kv_version(
+    core: EngineCore,
+) -> None:
     epoch, streams = core.vllm_inflight.version.epoch, Told(core)
     say(core, list(TEXT))
     heard(core, streams, 4)

@@ -49,7 +49,7 @@ def goes_on(core: EngineCore, streams: Streams) -> None:
 
 
 @pytest.mark.parametrize("mode", ["wait", "abort", "keep"])
-def test_requests_of_a_sleep_end_or_go_on_as_its_mode_says(
+def test_a_sleep_aborts_keeps_or_finishes_requests_according_to_its_mode(
     core: EngineCore, mode: str
 ) -> None:
     add(core, "runs", prompt(1), max_tokens=60)
@@ -69,7 +69,9 @@ def test_requests_of_a_sleep_end_or_go_on_as_its_mode_says(
     assert_told_truly(core, streams, lambda weights: ["default", "one"][weights])
 
 
-def test_a_commit_that_waits_is_given_up_and_wakes_nobody(core: EngineCore) -> None:
+def test_a_sleep_ends_a_waiting_commit_and_leaves_the_engine_paused(
+    core: EngineCore,
+) -> None:
     add(core, "runs", prompt(1), max_tokens=60)
     streams = Streams(core).step(5)
     stage_weights(core, 1)
@@ -156,7 +158,7 @@ def test_a_sleep_of_level_0_ends_with_nothing_but_waking_up_or_a_continue(
     assert call(core, "paused")["is_paused"] is False
 
 
-def test_a_sleep_that_a_rank_refuses_is_taken_back_on_all(
+def test_a_sleep_that_one_rank_rejects_is_undone_on_all_ranks(
     core: EngineCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
@@ -175,7 +177,7 @@ def test_a_sleep_that_a_rank_refuses_is_taken_back_on_all(
 
 
 @pytest.mark.parametrize(("level", "weights"), [(1, "live"), (2, "gone")])
-def test_where_one_rank_fails_to_sleep_waking_up_is_the_way_on(
+def test_an_engine_with_a_rank_that_failed_to_sleep_recovers_by_waking_up(
     core: EngineCore, monkeypatch: pytest.MonkeyPatch, level: int, weights: str
 ) -> None:
     def fail() -> None:
@@ -195,7 +197,7 @@ def test_where_one_rank_fails_to_sleep_waking_up_is_the_way_on(
     assert set(Streams(core).run().stamps["arrives"]) == {"one"}
 
 
-def test_a_sleep_that_is_refused_holds_no_pause_beyond_its_lease(
+def test_a_rejected_sleep_does_not_hold_a_pause_beyond_its_lease(
     core: EngineCore,
 ) -> None:
     with pytest.raises(ValueError, match="nap"):
@@ -205,7 +207,7 @@ def test_a_sleep_that_is_refused_holds_no_pause_beyond_its_lease(
 
 
 @pytest.mark.parametrize("mode", ["wait", "abort", "keep"])
-def test_an_engine_that_is_woken_while_it_falls_asleep_falls_asleep_first(
+def test_a_wake_up_during_a_sleep_call_takes_effect_after_the_sleep(
     core: EngineCore, mode: str
 ) -> None:
     add(core, "runs", prompt(1), max_tokens=20)

@@ -80,7 +80,7 @@ def test_engines_that_read_different_files_commit_nothing(cores: list[Any]) -> N
     assert served(cores) == [("both", 3)] * 2
 
 
-def test_to_prepare_commits_nothing_and_tells_the_digest(cores: list[Any]) -> None:
+def test_a_prepare_commits_nothing_and_reports_the_digest(cores: list[Any]) -> None:
     control = Control(Door(cores))
     told = prepare(control)
     assert (told["phase"], told["digest"]) == ("staged", f"{1:032x}")
@@ -92,7 +92,9 @@ def test_to_prepare_commits_nothing_and_tells_the_digest(cores: list[Any]) -> No
     assert (again["phase"], again["digest"]) == ("committed", told["digest"])
 
 
-def test_engines_that_differ_are_told_so_when_they_prepare(cores: list[Any]) -> None:
+def test_a_prepare_fails_if_the_engines_staged_different_weights(
+    cores: list[Any],
+) -> None:
     with pytest.raises(WeightsMismatch, match="different weights"):
         prepare(Control(Apart(cores, 1, 2)))
     assert [call(core, "status")["active"] for core in cores] == [None, None]
@@ -115,7 +117,7 @@ def test_the_base_is_compared_without_a_digest(cores: list[Any], unknown: None) 
     assert served(cores) == [("one", 1), ("aside", 2)]
 
 
-def test_weights_that_others_have_put_there_are_no_known_base(
+def test_weights_written_out_of_band_match_no_base_that_another_engine_knows(
     cores: list[Any], unknown: None
 ) -> None:
     cores[0].vllm_inflight.live_version.reset()
@@ -125,7 +127,7 @@ def test_weights_that_others_have_put_there_are_no_known_base(
     assert served(cores) == [("both", 3)] * 2
 
 
-def test_a_digest_that_one_engine_knows_is_not_that_of_another(
+def test_a_known_digest_does_not_match_an_unknown_one(
     cores: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     post = StatusBoard.post
@@ -142,7 +144,7 @@ def test_a_digest_that_one_engine_knows_is_not_that_of_another(
     assert "engine 1 has no known digest" in told
 
 
-def test_engines_go_back_to_one_version_or_not_at_all(cores: list[Any]) -> None:
+def test_engines_roll_back_only_to_one_common_version(cores: list[Any]) -> None:
     control = Control(Door(cores))
     publish(control, 1, "one")
     publish(Control(Door(cores[1:])), 3, "aside")
@@ -155,7 +157,9 @@ def test_engines_go_back_to_one_version_or_not_at_all(cores: list[Any]) -> None:
     assert served(cores) == [("two", 2)] * 2
 
 
-def test_of_one_label_the_weights_are_compared(cores: list[Any]) -> None:
+def test_a_rollback_compares_the_weights_of_versions_with_equal_labels(
+    cores: list[Any],
+) -> None:
     control = Control(Door(cores))
     publish(Control(Door(cores[:1])), 1, "one")
     publish(Control(Door(cores[1:])), 3, "one")

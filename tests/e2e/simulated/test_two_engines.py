@@ -13,7 +13,7 @@ from vllm.inflight.errors import EngineFault, PauseConflict
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_if_one_cannot_commit_the_other_goes_back_and_the_next_update_works(
+def test_a_failed_commit_on_one_engine_is_rolled_back_on_the_other(
     cores: list[Any], failing: int
 ) -> None:
     control = Control(Door(cores))
@@ -26,7 +26,7 @@ def test_if_one_cannot_commit_the_other_goes_back_and_the_next_update_works(
     assert served(cores) == [("three", 3)] * 2
 
 
-def test_one_that_cannot_go_back_is_named(cores: list[Any]) -> None:
+def test_an_engine_that_cannot_undo_its_commit_is_named(cores: list[Any]) -> None:
     control = Control(Door(cores))
     publish(control, 1, "one")
     cores[1].model_executor.refused = (2,)
@@ -39,7 +39,7 @@ def test_one_that_cannot_go_back_is_named(cores: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_if_one_cannot_roll_back_the_other_goes_forth_again(
+def test_a_failed_rollback_on_one_engine_is_undone_on_the_other(
     cores: list[Any], failing: int
 ) -> None:
     control = Control(Door(cores))
@@ -53,7 +53,7 @@ def test_if_one_cannot_roll_back_the_other_goes_forth_again(
     assert served(cores) == [("the same", 1)] * 2
 
 
-def test_one_that_cannot_go_forth_again_is_named(cores: list[Any]) -> None:
+def test_an_engine_that_cannot_undo_its_rollback_is_named(cores: list[Any]) -> None:
     control = Control(Door(cores))
     publish(control, 1, "one")
     publish(control, 2, "two")
@@ -65,7 +65,7 @@ def test_one_that_cannot_go_forth_again_is_named(cores: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_commit_that_its_caller_cancels_is_made_on_both_or_on_none(
+def test_a_cancelled_commit_takes_effect_on_both_engines_or_on_neither(
     cores: list[Any], failing: int
 ) -> None:
     class Pausing(Door):
@@ -98,7 +98,7 @@ def test_a_commit_that_its_caller_cancels_is_made_on_both_or_on_none(
     assert served(cores) == [("three", 3)] * 2
 
 
-def test_a_commit_that_two_ask_for_and_one_engine_cannot_make_is_undone_once(
+def test_a_failed_commit_that_two_callers_asked_for_is_undone_once(
     cores: list[Any],
 ) -> None:
     """As when a reply was lost, and what asks again finds another API server."""
@@ -137,7 +137,7 @@ def test_a_commit_that_two_ask_for_and_one_engine_cannot_make_is_undone_once(
     assert served(cores) == [("three", 3)] * 2
 
 
-def test_a_pause_that_one_refuses_pauses_none(cores: list[Any]) -> None:
+def test_a_pause_that_one_engine_rejects_pauses_no_engine(cores: list[Any]) -> None:
     control = Control(Door(cores))
     add(cores[1], "r0", prompt(0))
     streams = Streams(cores[1]).step(3)
@@ -150,7 +150,7 @@ def test_a_pause_that_one_refuses_pauses_none(cores: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("mode", [None, "wait"])
-def test_a_pause_that_one_fails_in_is_taken_back_unless_there_was_one_before(
+def test_a_pause_that_fails_on_one_engine_restores_the_state_before(
     cores: list[Any], monkeypatch: pytest.MonkeyPatch, mode: str | None
 ) -> None:
     control = Control(Door(cores))

@@ -28,7 +28,7 @@ from vllm.inflight.errors import (
 )
 
 
-def test_while_one_has_yet_to_commit_another_update_leaves_the_way_back(
+def test_no_update_starts_while_one_of_two_engines_has_yet_to_commit(
     cores: list[Any],
 ) -> None:
     class Meanwhile(Door):
@@ -50,7 +50,7 @@ def test_while_one_has_yet_to_commit_another_update_leaves_the_way_back(
 
 
 @pytest.mark.parametrize("cores", [Loop], indirect=True)
-def test_while_one_has_yet_to_roll_back_no_update_comes_in_between(
+def test_no_update_starts_while_one_of_two_engines_has_yet_to_roll_back(
     cores: list[Any],
 ) -> None:
     class Meanwhile(Door):
@@ -76,7 +76,7 @@ def test_while_one_has_yet_to_roll_back_no_update_comes_in_between(
 
 
 @pytest.mark.parametrize("name", ["may_start", "start"])
-def test_an_update_in_one_call_that_is_cancelled_as_it_begins_is_under_way_on_none(
+def test_a_one_call_update_cancelled_at_its_start_stays_active_on_no_engine(
     cores: list[Any], name: str
 ) -> None:
     class Slow(Door):
@@ -105,7 +105,7 @@ def test_an_update_in_one_call_that_is_cancelled_as_it_begins_is_under_way_on_no
 
 
 @pytest.mark.parametrize("busy", [0, 1])
-def test_a_start_repeated_after_one_was_busy_is_under_way_on_none(
+def test_a_start_repeated_after_one_engine_was_busy_stays_active_on_no_engine(
     cores: list[Any], busy: int
 ) -> None:
     class Late(Door):
@@ -128,7 +128,9 @@ def test_a_start_repeated_after_one_was_busy_is_under_way_on_none(
     assert served(cores) == [("one", 1)] * 2
 
 
-def test_a_chunk_that_one_refuses_ends_no_update_but_its_own(cores: list[Any]) -> None:
+def test_a_chunk_that_one_engine_rejects_aborts_only_its_own_update(
+    cores: list[Any],
+) -> None:
     class Meanwhile(Door):
         """One engine has ended its update, and begun another, before all answered."""
 

@@ -37,13 +37,15 @@ def test_a_commit_that_waits_is_done_when_the_running_requests_are(
     assert call(core, "paused")["is_paused"] is False
 
 
-def test_a_commit_that_waits_cannot_be_continued_away(core: EngineCore) -> None:
+def test_a_waiting_commit_cannot_be_ended_by_a_continue(core: EngineCore) -> None:
     started(core)
     waiting_commit(core)
     assert code(core.inflight("resume", {})) == "pause_conflict"
 
 
-def test_waking_up_an_engine_that_is_awake_lets_nobody_in(core: EngineCore) -> None:
+def test_a_wake_up_of_an_awake_engine_admits_no_requests_during_a_waiting_commit(
+    core: EngineCore,
+) -> None:
     streams = started(core)
     commit = waiting_commit(core)
     assert core.wake_up() is True
@@ -81,7 +83,7 @@ def test_an_update_past_its_deadline_lets_new_requests_in_again(
     assert call(core, "paused")["is_paused"] is False
 
 
-def test_a_pause_keeps_a_commit_from_waiting_for_what_stands_still(
+def test_a_pause_ends_a_commit_that_waits_for_the_paused_requests(
     core: EngineCore,
 ) -> None:
     streams = started(core)
@@ -96,7 +98,7 @@ def test_a_pause_keeps_a_commit_from_waiting_for_what_stands_still(
     assert call(core, "paused")["mode"] == "in_place", "the pause is its owner's"
 
 
-def test_a_commit_that_waited_leaves_the_pause_of_somebody_else(
+def test_a_waiting_commit_leaves_another_owners_pause_in_force(
     core: EngineCore,
 ) -> None:
     streams = started(core)
@@ -135,7 +137,7 @@ def waiting_rollback(core: EngineCore) -> tuple[Streams, Future[Any]]:
     return streams, rollback
 
 
-def test_a_rollback_that_waits_is_told_of_by_its_version(core: EngineCore) -> None:
+def test_a_waiting_rollback_is_reported_with_its_version(core: EngineCore) -> None:
     waiting_rollback(core)
     told = call(core, "status")
     assert told["active"] is None
@@ -161,7 +163,7 @@ def test_no_call_drops_the_target_of_a_waiting_rollback(
 
 
 @pytest.mark.parametrize("method", ["abort", "resume"])
-def test_a_rollback_that_waits_is_ended_as_the_messages_say(
+def test_an_abort_or_a_continue_ends_a_waiting_rollback(
     core: EngineCore, method: str
 ) -> None:
     streams, rollback = waiting_rollback(core)
@@ -209,7 +211,7 @@ def test_a_pause_ends_a_rollback_that_waits_and_says_what_is_served(
     assert call(core, "info")["weight_version"] == "two"
 
 
-def test_a_rollback_that_waits_goes_on_when_somebody_elses_pause_ends(
+def test_a_waiting_rollback_continues_when_another_owners_pause_ends(
     core: EngineCore,
 ) -> None:
     streams, rollback = waiting_rollback(core)

@@ -100,9 +100,7 @@ class W8(Row):
 
     play = "torn_ranks"
     takes_minutes = True
-    tests = (
-        "tests/e2e/test_two_ranks.py::test_one_rank_that_fails_lets_no_rank_commit",
-    )
+    tests = ("tests/e2e/test_two_ranks.py::test_no_rank_commits_if_one_rank_fails",)
 
     @staticmethod
     def upstream(seen: Seen) -> str:
@@ -140,9 +138,9 @@ class W9(Row):
     needs_gpu = True
     tests = (
         "tests/e2e/test_sleep.py::"
-        "test_whatever_needs_weights_is_refused_while_they_are_asleep",
+        "test_calls_that_need_weights_are_rejected_while_the_weights_sleep",
         "tests/e2e/test_sleep.py::"
-        "test_after_level_2_nothing_is_served_until_a_whole_version_has_come",
+        "test_nothing_is_decoded_after_a_level_2_sleep_until_a_whole_version_arrives",
     )
 
     @staticmethod
@@ -186,7 +184,7 @@ class W17(Row):
     play = "checked"
     tests = (
         "tests/e2e/test_rejected_updates.py::"
-        "test_a_digest_that_differs_from_the_manifests_is_refused",
+        "test_a_digest_that_differs_from_the_manifests_is_rejected",
     )
 
     @staticmethod

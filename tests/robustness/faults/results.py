@@ -24,8 +24,8 @@ ROWS: dict[str, type[Row]] = {
 }
 """Every row by its name, in order."""
 ARMS = {
-    "upstream": "test_vllm_as_it_is_fails",
-    "here": "test_the_same_calls_do_no_harm_here",
+    "upstream": "test_unpatched_vllm_shows_the_fault",
+    "here": "test_the_same_calls_do_not_show_the_fault_here",
 }
 """Who was played, and the test that did."""
 

@@ -86,7 +86,7 @@ class W19(Row):
     """Every failure is HTTP 500 and a text."""
 
     play = "wrong_calls"
-    tests = (SERVER + "test_every_refusal_has_its_status_and_its_code",)
+    tests = (SERVER + "test_every_rejection_has_its_status_and_its_code",)
 
     @staticmethod
     def upstream(seen: Seen) -> str:

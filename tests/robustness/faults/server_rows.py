@@ -41,7 +41,7 @@ class W2(Row):
     play = "never_ends"
     tests = (
         "tests/e2e/test_torch_groups.py::"
-        "test_a_trainer_that_dies_leaves_what_is_served_and_the_next_one_joins",
+        "test_a_trainers_death_leaves_the_live_weights_and_the_next_trainer_joins",
         "tests/unit/transport/test_faults.py::"
         "test_a_trainer_that_stalls_is_left_when_the_time_is_up",
     )
@@ -101,7 +101,7 @@ class W10(Row):
     takes_minutes = True
     tests = (
         "tests/e2e/simulated/test_two_engines.py::"
-        "test_if_one_cannot_commit_the_other_goes_back_and_the_next_update_works",
+        "test_a_failed_commit_on_one_engine_is_rolled_back_on_the_other",
     )
 
     @staticmethod
@@ -188,7 +188,7 @@ class W21(Row):
     play = "never_ends"
     tests = (
         "tests/e2e/test_doctor_url.py::"
-        "test_an_engine_core_that_hangs_is_told_before_health_gives_it_up",
+        "test_the_doctor_reports_a_hanging_engine_core_before_health_does",
         "tests/e2e/test_doctor_url.py::"
         "test_an_update_that_stands_still_needs_attention_until_it_is_given_up",
     )

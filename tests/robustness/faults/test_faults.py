@@ -42,14 +42,16 @@ PLAYED_HERE = [
 @pytest.mark.engine
 @pytest.mark.upstream
 @pytest.mark.parametrize("row", PLAYED)
-def test_vllm_as_it_is_fails(row: type[Row], upstream: Callable[[str], Seen]) -> None:
+def test_unpatched_vllm_shows_the_fault(
+    row: type[Row], upstream: Callable[[str], Seen]
+) -> None:
     assert row.play is not None
     record(row, "upstream", row.upstream(upstream(row.play)))
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("row", PLAYED_HERE)
-def test_the_same_calls_do_no_harm_here(
+def test_the_same_calls_do_not_show_the_fault_here(
     row: type[Row], here: Callable[[str], Seen]
 ) -> None:
     assert row.play is not None
@@ -60,7 +62,7 @@ def test_there_is_a_row_for_each_of_the_faults() -> None:
     assert list(ROWS) == [f"W{number}" for number in range(1, 22)]
 
 
-def test_the_file_of_what_was_seen_is_of_these_rows() -> None:
+def test_the_results_file_matches_the_rows() -> None:
     kept = read()
     assert list(kept) == list(ROWS)
     for name, row in ROWS.items():
@@ -69,7 +71,7 @@ def test_the_file_of_what_was_seen_is_of_these_rows() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
-def test_the_tests_that_a_row_names_are_there(row: type[Row]) -> None:
+def test_the_tests_that_a_row_names_exist(row: type[Row]) -> None:
     for name in row.tests:
         file, _, function = name.partition("::")
         tree = ast.parse((ROOT / file).read_text())

@@ -28,13 +28,13 @@ sys.addaudithook(watch)
 
 
 @pytest.mark.parametrize("name", PARSERS)
-def test_a_parser_answers_or_refuses(name: str) -> None:
+def test_a_parser_accepts_or_rejects_every_input(name: str) -> None:
     for given in PARSERS[name].inputs(name, INPUTS, seed=1):
         PARSERS[name].accepts(given)
 
 
 @pytest.mark.parametrize("name", PARSERS)
-def test_a_parser_accepts_what_it_was_made_for(name: str) -> None:
+def test_a_parser_accepts_one_of_its_seeds(name: str) -> None:
     assert any(PARSERS[name].accepts(seed) for seed in PARSERS[name].seeds)
 
 
@@ -51,7 +51,7 @@ def test_no_other_parser_unpickles(name: str) -> None:
     assert watched == []
 
 
-def test_the_watch_over_pickles_sees_one() -> None:
+def test_the_unpickling_monitor_detects_an_import_from_a_pickle() -> None:
     watched.clear()
     pickle.loads(pickle.dumps(pytest.Item))
     assert "pickle.find_class" in watched
@@ -62,7 +62,7 @@ def test_every_pickle_in_the_corpus_is_rejected() -> None:
         assert not any(map(PARSERS[name].accepts, corpus(name)))
 
 
-def test_parts_of_a_bucket_cannot_be_more_than_it_is() -> None:
+def test_parts_of_a_bucket_that_exceed_the_bucket_are_rejected() -> None:
     part = {"shape": [4], "dtype": "float32", "start_idx": 0, "end_idx": 16}
     twice = [part | {"name": name} for name in "ab"]
     assert PARSERS["parts"].accepts(twice[:1])

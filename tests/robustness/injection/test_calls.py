@@ -39,7 +39,7 @@ def call(subject: Subject, name: str, update_id: str, new: Path) -> str:
 
 @pytest.mark.parametrize("order", list(permutations(CALLS)), ids="-".join)
 @pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_in_any_order_a_whole_version_is_served(
+def test_control_calls_in_any_order_leave_a_whole_version_served(
     subject: Subject, new: Path, order: tuple[str, ...], times: int
 ) -> None:
     update_id = f"{order} {times}"
@@ -91,7 +91,7 @@ def label(server: Server) -> str:
     return str(server.client.get("/weight_info").json()["weight_version"])
 
 
-def test_a_client_that_is_gone_after_every_call_can_go_on_where_it_was(
+def test_a_client_can_resume_an_update_after_losing_any_reply(
     server: Server, new: Path
 ) -> None:
     opening = {"update_id": "gone", "weight_version": "v1"}
@@ -123,7 +123,7 @@ def test_a_client_that_is_gone_after_every_call_can_go_on_where_it_was(
     )
 
 
-def test_a_client_that_is_gone_leaves_no_pause_half_made_and_no_rollback_twice(
+def test_calls_of_a_disconnected_client_complete_exactly_once(
     server: Server, old: Path, new: Path
 ) -> None:
     def is_paused() -> bool:

@@ -99,14 +99,14 @@ def lives(process: psutil.Process) -> bool:
         return False
 
 
-def test_every_victim_is_killed_at_every_point_and_some_always() -> None:
+def test_every_process_is_killed_at_every_point() -> None:
     cells = {(cell.point, cell.place) for cell in kills()}
     assert cells == {(p, v) for p in POINTS if p != "reply" for v in KILLS}
     assert cells > QUICK
 
 
 @pytest.mark.slow
-def test_after_all_that_a_server_starts_and_is_updated(
+def test_a_server_started_after_the_kills_can_be_updated(
     server: Server, new: Path
 ) -> None:
     body = {"path": str(new), "weight_version": "new"}
@@ -114,7 +114,7 @@ def test_after_all_that_a_server_starts_and_is_updated(
     assert generate(server)["weight_versions"][0]["version"] == "new"
 
 
-def test_a_rank_that_waits_for_good_ends_with_its_core(
+def test_a_rank_stuck_in_a_step_ends_with_its_engine_core(
     server: Server, trap: Trap, new: Path
 ) -> None:
     """As in a step that its core was killed before it asked another rank for."""
@@ -133,7 +133,7 @@ def test_a_rank_that_waits_for_good_ends_with_its_core(
 
 
 @pytest.mark.slow
-def test_a_rank_that_does_not_come_out_of_its_flip_ends_the_engine_with_a_reason(
+def test_a_rank_stuck_in_a_flip_ends_the_engine_with_a_reason(
     trap: Trap, old: Path, new: Path
 ) -> None:
     env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}

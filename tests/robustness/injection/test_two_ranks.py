@@ -44,7 +44,7 @@ def test_both_ranks_serve_one_whole_version_and_the_next_update_works(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_call_that_fails_on_one_rank_leaves_its_answers_to_nobody(
+def test_a_call_that_fails_on_one_rank_leaves_no_answer_for_the_next_call(
     subject: Subject, rank: int
 ) -> None:
     # In the middle of an update: the next that is waited for is its flip.
@@ -60,7 +60,7 @@ def test_a_call_that_fails_on_one_rank_leaves_its_answers_to_nobody(
     subject.changes()
 
 
-def test_garbage_is_not_looked_for_in_what_a_rank_started_with(
+def test_objects_made_at_startup_are_excluded_from_garbage_collection(
     subject: Subject,
 ) -> None:
     """Half a second of it would come between two steps while an update is staged."""

@@ -27,7 +27,7 @@ def test_every_pair_of_facts_occurs_in_a_chosen_cell(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_every_cell_can_be_or_has_a_reason_why_it_cannot(device: str) -> None:
+def test_every_cell_is_possible_or_has_a_reason_why_not(device: str) -> None:
     facts = product(MODES, WHEN, (False, True), CHANGES, (1, 2), WORKLOADS)
     every = {Cell(*each) for each in facts}
     can_be = set(all_cells(device))

@@ -82,7 +82,7 @@ def whole(sent: list[Stream], num_tokens: int) -> None:
     assert {stream.choices[0].finish_reason for stream in sent} == {"length"}
 
 
-def test_many_updates_each_inside_a_pause_of_somebody_else(
+def test_updates_succeed_inside_pauses_of_another_owner(
     subject: Subject, live: Live, device: str
 ) -> None:
     sent: list[Stream] = []
@@ -130,7 +130,7 @@ def test_decoding_goes_on_while_an_update_is_staged_that_began_in_the_pause(
     assert wrong(subject, sent, mode) == []
 
 
-def test_an_abort_beside_a_flip_leaves_one_version_or_the_other(
+def test_an_abort_that_races_with_a_flip_leaves_one_whole_version(
     subject: Subject, live: Live, device: str
 ) -> None:
     sent: list[Stream] = []

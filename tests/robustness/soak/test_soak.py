@@ -57,7 +57,7 @@ def soak(out: Path, minutes: float, backend: str) -> dict[str, Any]:
         pytest.param(1.5, "inflight_gloo", marks=pytest.mark.slow),
     ],
 )
-def test_minutes_of_updates_and_faults_lose_and_tear_nothing(
+def test_a_soak_of_minutes_loses_no_request_and_tears_no_output(
     tmp_path: Path, minutes: float, backend: str
 ) -> None:
     soak(tmp_path, minutes, backend)
@@ -121,7 +121,7 @@ def test_kv_of_other_weights_is_torn(judge: Judge) -> None:
     assert len(judge.torn(wrong)) > 10
 
 
-def test_tokens_from_before_a_retraction_may_come_with_those_after_it(
+def test_the_judge_accepts_a_chunk_with_tokens_from_both_sides_of_a_retraction(
     judge: Judge,
 ) -> None:
     """Twelve tokens under epoch 0; then all KV again under 1, in the chunk of 8..20."""
@@ -147,7 +147,7 @@ def test_tokens_from_before_a_retraction_may_come_with_those_after_it(
         ([(0, 7, 1, "mixed")], "cover 7 of 8"),
     ],
 )
-def test_spans_that_are_not_those_of_the_tokens_are_told(
+def test_spans_that_do_not_match_the_tokens_are_reported(
     history: History, spans: Any, what: str
 ) -> None:
     told = covered(Answer("request", [1], [0] * 8, spans=spans), history)
@@ -156,7 +156,7 @@ def test_spans_that_are_not_those_of_the_tokens_are_told(
 
 # ------------------------------------------------------- the pulse, the clients
 @pytest.mark.parametrize(("per_beat", "grows"), [(0.0, False), (0.05, True)])
-def test_memory_that_grows_is_told_from_memory_that_varies(
+def test_growing_memory_is_distinguished_from_varying_memory(
     per_beat: float, grows: bool
 ) -> None:
     pulse = Pulse()
@@ -174,7 +174,7 @@ def test_memory_that_grows_is_told_from_memory_that_varies(
     ("open_groups", "tensors_mib", "is_wrong", "grow"),
     [(1, 100, False, False), (2, 100, True, False), (1, 120, False, True)],
 )
-def test_groups_and_tensors_that_a_rank_keeps_are_told(
+def test_groups_and_tensors_kept_by_a_rank_are_reported(
     history: History, open_groups: int, tensors_mib: float, is_wrong: bool, grow: bool
 ) -> None:
     kept = {"groups": open_groups, "open_groups": open_groups}
@@ -197,7 +197,7 @@ class Mute:
 
 
 @pytest.mark.parametrize("reason", ["length", "stop", "abort", "error"])
-def test_an_end_that_nobody_brought_about_is_a_lost_request(reason: str) -> None:
+def test_a_request_that_ends_without_a_cause_counts_as_lost(reason: str) -> None:
     history = History("aa")
     load: Any = Load(
         Mute(reason), history, seed="1", judged_share=0, judge=lambda _: load.close()

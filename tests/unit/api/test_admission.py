@@ -51,7 +51,7 @@ def post(engine: Engine) -> Any:
     return TestClient(app).post("/v1/completions", json={})
 
 
-def test_a_request_is_refused_while_the_engine_is_paused():
+def test_a_request_is_rejected_while_the_engine_is_paused():
     reply = post(Pausing("reject", {"lease_left_s": 12.2}))
     assert reply.status_code == 503
     assert reply.headers["Retry-After"] == "13"
@@ -73,7 +73,7 @@ def test_a_request_is_let_in_otherwise_and_the_engine_asked_once(states: Any):
     assert engine.asked == ["paused"]
 
 
-def test_one_paused_engine_of_several_is_enough():
+def test_a_request_is_rejected_if_one_of_several_engines_is_paused():
     assert post(Pausing("reject", {"is_paused": False}, {})).status_code == 503
 
 
@@ -115,7 +115,7 @@ async def test_a_rejection_in_a_pause_of_an_async_llm_reaches_its_caller(method:
     assert raised.value.http_status == 503
 
 
-def test_every_path_that_generates_is_one_of_upstreams():
+def test_every_listed_generating_path_exists_upstream():
     """By its sources: some of the routes need packages that may not be there."""
     (folder,) = find_spec("vllm.entrypoints").submodule_search_locations
     declared = {
@@ -160,7 +160,7 @@ def test_headers_name_the_newest_version_and_the_range_of_epochs():
     assert [span.version for span in seen.last or ()] == ["b"]
 
 
-def test_nothing_seen_is_no_header():
+def test_a_reply_without_versions_has_no_version_headers():
     assert ReplyVersions().headers() == []
     assert ReplyVersions().last is None
 

@@ -52,7 +52,7 @@ def request(
 
 
 @pytest.mark.parametrize("peer", [HERE, "::1", "::ffff:127.0.0.1"])
-def test_without_a_key_a_caller_on_this_host_is_let_in(peer):
+def test_a_caller_on_this_host_is_allowed_if_no_key_is_set(peer):
     auth.authorize(request(peer))
 
 
@@ -73,7 +73,7 @@ def test_without_a_key_a_caller_on_this_host_is_let_in(peer):
         None,
     ],
 )
-def test_without_a_key_anybody_else_is_refused(peer):
+def test_a_caller_on_another_host_is_rejected_if_no_key_is_set(peer):
     with pytest.raises(Forbidden, match="--inflight-admin-key"):
         auth.authorize(request(peer))
 
@@ -136,19 +136,19 @@ PROXIES = [
 
 
 @pytest.mark.parametrize("header", PROXIES)
-def test_a_request_that_came_through_a_proxy_is_refused_without_a_key(header):
+def test_a_request_that_came_through_a_proxy_is_rejected_without_a_key(header):
     with pytest.raises(Forbidden, match=f"{header}'.*leave it out.*--inflight-admin-k"):
         auth.authorize(request(HERE, **{header: HERE}))
 
 
-def test_a_header_that_is_not_known_is_refused_without_a_key():
+def test_a_header_that_is_not_known_is_rejected_without_a_key():
     for number in range(200):
         name = "".join(random.Random(number).choices(string.ascii_lowercase, k=9))
         with pytest.raises(Forbidden, match=name):
             auth.authorize(request(HERE, **CLIENTS["curl"], **{name: "1"}))
 
 
-def test_a_long_header_does_not_make_a_long_refusal():
+def test_a_long_header_does_not_make_a_long_rejection():
     with pytest.raises(Forbidden) as refusal:
         auth.authorize(request(HERE, **{"x" * 100_000: "1"}))
     assert len(refusal.value.message) < 500
@@ -159,7 +159,7 @@ def test_a_forwarded_header_does_not_make_anybody_local():
         auth.authorize(request(ELSEWHERE, **{"x-forwarded-for": HERE}))
 
 
-def test_a_request_in_the_http_of_proxies_is_refused_without_a_key():
+def test_a_request_in_the_http_of_proxies_is_rejected_without_a_key():
     with pytest.raises(Forbidden, match=r"HTTP/1\.0"):
         auth.authorize(request(HERE, http_version="1.0"))
     auth.authorize(request(HERE, http_version="1.1"))
@@ -187,7 +187,7 @@ FIREFOX = {
         {"upgrade-insecure-requests": "1"},
     ],
 )
-def test_a_page_in_a_browser_on_this_host_is_refused_without_a_key(more):
+def test_a_page_in_a_browser_on_this_host_is_rejected_without_a_key(more):
     with pytest.raises(Forbidden, match="browser"):
         auth.authorize(request(HERE, **FIREFOX, **more))
     if more:  # whatever it says it is
@@ -210,7 +210,7 @@ def test_a_page_in_a_browser_on_this_host_is_refused_without_a_key(more):
         "0x7f000001",
     ],
 )
-def test_a_name_that_may_lead_here_from_elsewhere_is_refused_without_a_key(host):
+def test_a_host_name_that_allows_dns_rebinding_is_rejected_without_a_key(host):
     with pytest.raises(Forbidden, match="--inflight-admin-key"):
         auth.authorize(request(HERE, host=host))
 
@@ -241,7 +241,7 @@ def test_this_host_may_be_called_by_its_own_name(monkeypatch):
 # With keys: whoever has the right one, from anywhere
 
 
-def test_the_api_key_opens_the_routes_while_there_is_no_other():
+def test_the_api_key_opens_the_control_routes_if_no_admin_key_is_set():
     auth.authorize(request(ELSEWHERE, api_key=["a", "b"], authorization="Bearer b"))
     auth.authorize(request(ELSEWHERE, api_key=["a"], authorization="bearer a"))
     auth.authorize(request(ELSEWHERE, api_key=["a"], authorization="Bearer a", via="x"))
@@ -257,7 +257,9 @@ def test_the_api_key_of_the_environment_counts(monkeypatch):
         auth.authorize(request(HERE))
 
 
-def test_with_an_admin_key_the_api_key_opens_nothing(monkeypatch):
+def test_the_api_key_does_not_open_the_control_routes_if_an_admin_key_is_set(
+    monkeypatch,
+):
     monkeypatch.setenv(ADMIN_KEY_ENV, "admin")
     auth.authorize(request(ELSEWHERE, api_key=["api"], authorization="Bearer admin"))
     with pytest.raises(Forbidden, match="does not open"):
@@ -270,7 +272,7 @@ def test_with_a_key_set_a_call_without_one_is_not_authorised(sent):
         auth.authorize(request(HERE, api_key=["key"], authorization=sent))
 
 
-def test_with_a_key_set_this_host_needs_it_too():
+def test_a_caller_on_this_host_also_needs_the_key_that_is_set():
     with pytest.raises(Unauthorized):
         auth.authorize(request(HERE, api_key=["key"]))
 
@@ -305,7 +307,7 @@ def path_of(route: tuple[str, str]) -> str:
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=" ".join)
-def test_no_route_answers_a_stranger(route):
+def test_no_control_route_answers_a_remote_caller_without_a_key(route):
     engine = Engine()
     client = TestClient(served(engine), client=(ELSEWHERE, 1))
     reply = client.request(route[0], path_of(route))
@@ -359,7 +361,9 @@ def test_only_the_get_routes_that_are_listed_change_anything(route):
         ("http://localhost:8000", FIREFOX | {"origin": "null"}),
     ],
 )
-def test_a_page_reads_and_changes_nothing_by_any_route(route, url, headers):
+def test_a_web_page_can_neither_read_nor_change_anything_by_a_control_route(
+    route, url, headers
+):
     engine = Engine()
     client = TestClient(served(engine), base_url=url, client=(HERE, 1))
     reply = client.request(route[0], path_of(route), headers=headers)

@@ -62,7 +62,9 @@ CHARS = st.text('[]{}",:\\ 0123456789.eE+-truefalsn')
     st.booleans(),
     st.integers(1, 9),
 )
-def test_in_slices_it_says_the_same(value, separators, ascii, step):
+def test_a_body_parsed_in_slices_equals_a_body_parsed_whole(
+    value, separators, ascii, step
+):
     text = json.dumps(value, separators=separators, ensure_ascii=ascii)
     raw = f" {text}\n".encode(errors="surrogatepass")
     expected = told(parse, raw)
@@ -94,7 +96,7 @@ def test_in_slices_it_says_the_same(value, separators, ascii, step):
 @example(b'{"a": ' + b"[" * 32 + b"]" * 32 + b"}")
 @example(b'{"manifest": ' + b'{"a":' * 31 + b"1" + b"}" * 31 + b"}")
 @example(b'{"manifest": ' + b'{"a":' * 40 + b"1" + b"}" * 40 + b"}")
-def test_in_slices_the_same_is_refused(raw):
+def test_an_invalid_body_is_rejected_in_slices_as_it_is_whole(raw):
     assert told(in_slices, raw) == told(parse, raw)
 
 
@@ -145,7 +147,7 @@ TEXT = st.text().filter(lambda text: "\\\\" not in text)
 
 
 @given(st.lists(TEXT, max_size=4), TEXT)
-def test_a_long_string_is_left_where_it_is_and_says_the_same(texts, label):
+def test_a_body_with_long_strings_parses_to_the_same_value(texts, label):
     raw = json.dumps({"a": texts, "b": label}).encode()
     found, expected = told(around, raw), told(parse, raw)
     # A pair of escapes that is one character may be cut in two, and is refused then.
@@ -164,7 +166,7 @@ def test_a_slash_may_be_escaped_in_base64():
     "raw",
     [b'{"a": "xxxxxxxxxxxxxxx', b'{"a": "xxxxxxx\\"}', b'"' * 7, b'{"a": "\\\\\\"'],
 )
-def test_a_string_without_an_end_is_refused(raw):
+def test_an_unterminated_string_is_rejected(raw):
     assert told(around, raw) is Malformed
 
 

@@ -53,7 +53,7 @@ async def test_requests_of_all_engines_are_counted():
     assert (reply["paused"], reply["seconds"], reply["owner"]) == (True, 0.5, None)
 
 
-async def test_if_one_engine_has_dropped_nothing_that_is_not_told_as_done_by_all():
+async def test_a_pause_of_all_engines_does_not_report_a_flush_that_one_engine_skipped():
     for replies in ((PAUSED, PAUSED | {"dropped": None}), (PAUSED, PAUSED)):
         reply = await Control(Two(*replies)).pause("retract")
         assert (reply["dropped"] is None) == (replies[1]["dropped"] is None)
@@ -75,17 +75,17 @@ async def test_a_field_that_one_engine_omits_is_taken_from_the_first_engine():
     assert reply["engines"] == [RECEIVED, over]
 
 
-async def test_of_one_engine_its_own_reply_is_told():
+async def test_the_reply_of_a_single_engine_is_returned_unchanged():
     assert await Control(Two(PAUSED)).pause("retract") == PAUSED
 
 
-async def test_leases_that_ended_and_epochs_are_no_counts():
+async def test_expired_leases_and_epochs_are_not_summed_over_engines():
     state = {"is_paused": False, "leases_expired": 1, "epoch": 4}
     reply = await Control(Two(state, state)).paused()
     assert (reply["leases_expired"], reply["epoch"]) == (1, 4)
 
 
-async def test_a_refused_announcement_is_told_with_its_age_and_says_what_became_of_it():
+async def test_a_rejected_announcement_is_reported_to_the_engines_with_its_age():
     class Heard(Two):
         async def call(self, asked: Call) -> list[dict[str, Any]]:
             heard.append(asked)
@@ -102,7 +102,7 @@ async def test_a_refused_announcement_is_told_with_its_age_and_says_what_became_
     assert missed == MissBroadcast("g", announcement, missed.age_s)
 
 
-async def test_an_error_says_in_its_text_whose_it_is():
+async def test_an_error_names_its_engine_in_its_text():
     refusal = {"error": UnknownUpdate("there is none").to_dict()}
     with pytest.raises(UnknownUpdate, match=r"^engine 1 of 2: there is none$"):
         merged([{"ok": PAUSED}, refusal])

@@ -51,7 +51,7 @@ def attached(given: Namespace) -> tuple[FastAPI, InflightEndpoints]:
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=" ".join)
-def test_with_a_port_of_their_own_the_main_one_has_none_of_the_routes(route):
+def test_the_main_port_has_no_control_routes_if_they_have_a_port_of_their_own(route):
     app, _ = attached(args(9000))
     door = caller(app)
     path = route[1].replace("{update_id}", "u")
@@ -113,7 +113,7 @@ async def test_the_servers_certificate_is_that_of_the_control_port_too(tmp_path)
 
 
 @pytest.mark.parametrize(("bits", "is_answered"), [("256", True), ("128", False)])
-async def test_ciphers_that_the_server_does_not_speak_open_no_control_port(
+async def test_the_control_port_uses_the_ciphers_of_the_server(
     tmp_path, bits, is_answered
 ):
     certificate, key = self_signed(tmp_path)
@@ -131,7 +131,7 @@ async def test_the_control_port_does_not_list_models():
     assert reply.status_code == 404
 
 
-async def test_of_several_servers_the_first_listens():
+async def test_only_the_first_of_several_api_servers_opens_the_control_port():
     engine = Engine()
     engine.client_index = 1  # type: ignore[attr-defined]
     assert await asked(args(free_port()), engine, "/weight_info") is None
@@ -139,7 +139,7 @@ async def test_of_several_servers_the_first_listens():
     assert await asked(args(free_port()), engine, "/weight_info") is not None
 
 
-def test_a_port_that_is_taken_is_a_configuration_that_cannot_be():
+def test_a_control_port_that_is_taken_is_a_configuration_error():
     with (
         socket.create_server(("127.0.0.1", 0)) as other,
         pytest.raises(ConfigError, match="--inflight-port"),

@@ -38,7 +38,7 @@ FLAGS = [
 @pytest.mark.parametrize(
     "said, meant", [("false", False), ("0", False), ("True", True), (False, False)]
 )
-def test_a_flag_in_words_is_a_flag(path, body, field, said, meant):
+def test_a_flag_spelt_as_a_word_is_read_as_a_flag(path, body, field, said, meant):
     for sent in ({"json": body | {field: said}}, {"params": {field: said}}):
         engine = Noting()
         sent = {"json": body} | sent
@@ -60,7 +60,9 @@ def test_flags_that_are_not_boolean_are_rejected(path, body, field, said):
 @pytest.mark.parametrize(
     "said, size", [("", 8), ("true", 8), ("1", 8), ("False", 2), ("0", 2)]
 )
-def test_the_ranks_of_one_engine_are_asked_for_in_any_word_for_no(said, size):
+def test_the_world_size_of_one_engine_is_returned_for_every_word_that_means_false(
+    said, size
+):
     engine = Engine()
     parallel = engine.vllm_config.parallel_config
     parallel.world_size, parallel.world_size_across_dp = 2, 8

@@ -56,7 +56,7 @@ def test_a_framework_route_that_is_added_later_answers_too() -> None:
     assert door.post("/pause").json() == THEIRS
 
 
-def test_another_method_of_the_path_stays_ours() -> None:
+def test_other_methods_on_a_frameworks_path_stay_our_routes() -> None:
     app = served(Engine())
     app.add_api_route("/flush_cache", theirs, methods=["GET"])
     door = caller(app)
@@ -81,7 +81,7 @@ def test_a_plugin_that_was_there_first_keeps_its_routes() -> None:
     assert caller(app).post("/update_weights").json() == THEIRS
 
 
-def test_with_a_port_of_our_own_the_main_one_keeps_theirs() -> None:
+def test_the_main_port_keeps_framework_routes_beside_a_control_port() -> None:
     app = FastAPI()
     config = {"inflight": {"port": 9000}}
     app.state.args = Namespace(additional_config=config, api_key=None)

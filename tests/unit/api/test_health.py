@@ -58,7 +58,7 @@ def silent(core: Core, patience_s: float = PATIENCE_S) -> Heartbeat:
     return heartbeat
 
 
-async def test_a_core_that_was_heard_is_well_and_nobody_waits_for_its_answer():
+async def test_a_core_that_reported_recently_is_healthy_without_a_wait():
     core = Core()
     await answers_at_once(Heartbeat(Control(core), PATIENCE_S))
     core.is_well.set()
@@ -82,7 +82,7 @@ async def test_a_core_that_answers_late_but_in_time_is_well():
     checking.result()
 
 
-async def test_a_core_that_does_not_answer_is_given_up_until_it_does():
+async def test_a_core_that_does_not_answer_is_unhealthy_until_it_answers():
     core = Core()
     heartbeat = silent(core, 0.1)
     with pytest.raises(EngineDeadError):
@@ -98,7 +98,9 @@ async def test_a_core_that_does_not_answer_is_given_up_until_it_does():
 
 
 @pytest.mark.parametrize(("health_s", "is_on"), [(60.0, True), (0.0, False)])
-async def test_zero_is_upstreams_behaviour(health_s: float, is_on: bool):
+async def test_a_health_limit_of_zero_keeps_upstreams_health_check(
+    health_s: float, is_on: bool
+):
     extra = {"inflight": {"health_s": health_s}}
     engine = SimpleNamespace(
         vllm_config=SimpleNamespace(additional_config=extra), engine_core=None

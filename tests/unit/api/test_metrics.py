@@ -57,7 +57,7 @@ def test_the_page_names_every_metric():
     assert [name for name in families if name not in page] == []
 
 
-def test_every_engine_tells_its_own():
+def test_metrics_are_reported_for_each_engine():
     counts = Counters()
     for gap_ms, treated in ((0.4, {"num_retracted": 5}), (7.0, {"num_aborted": 2})):
         counts.switched({"gap_ms": gap_ms})
@@ -151,7 +151,7 @@ def test_scrapes_that_come_together_ask_the_engine_once(monkeypatch):
     asyncio.run(scrape())
 
 
-def test_a_scrape_that_failed_is_not_told_again():
+def test_the_error_of_a_failed_scrape_is_not_cached():
     async def scrape():
         engine = Slow()
         scrapes = route.Scrapes(engine.engine_core)

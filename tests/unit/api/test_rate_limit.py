@@ -16,7 +16,7 @@ from vllm.inflight.errors import TooManyUpdates
 LIMITED = {"inflight": {"begin_rate": 2}}
 
 
-def test_a_minutes_worth_at_once_and_then_at_the_rate():
+def test_a_caller_may_start_one_minutes_updates_at_once_and_then_at_the_rate():
     now = [0.0]
     rate = RateLimit(2, lambda: now[0])
     rate.spend("a")
@@ -32,7 +32,7 @@ def test_a_minutes_worth_at_once_and_then_at_the_rate():
     rate.spend("a")
 
 
-def test_no_rate_is_no_limit():
+def test_a_rate_of_zero_is_no_limit():
     rate = RateLimit(0)
     for _ in range(10_000):
         rate.spend("a")
@@ -107,14 +107,14 @@ def test_a_start_that_every_engine_knows_is_not_spent_for(known, update_id, stat
     assert [reply.status_code for reply in replies] == statuses
 
 
-def test_without_a_rate_no_engine_is_asked_what_it_knows():
+def test_no_engine_is_asked_about_update_ids_without_a_rate_limit():
     engine = Engine()
     door = caller(served(engine))
     door.post("/start_weight_update", json={"update_id": "u"})
     assert engine.asked == ["start"]
 
 
-def test_callers_are_told_apart_by_their_keys():
+def test_callers_are_distinguished_by_their_keys():
     app = served(Engine(), api_key=["a", "b"], additional_config=LIMITED)
     door = TestClient(app, client=("10.0.0.1", 1))
 
@@ -126,7 +126,7 @@ def test_callers_are_told_apart_by_their_keys():
     assert begin("c") == 403
 
 
-def test_a_refusal_says_nothing_of_the_key():
+def test_a_rejection_does_not_contain_the_key():
     app = served(Engine(), api_key=["s3cret"], additional_config=LIMITED)
     door = TestClient(app)
     said = [

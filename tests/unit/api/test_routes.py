@@ -66,14 +66,14 @@ def refusal(reply: Any) -> tuple[int, str]:
     ],
     ids=lambda raw: repr(raw[:24]),
 )
-def test_a_body_that_cannot_be_read_is_refused(raw):
+def test_a_body_that_cannot_be_read_is_rejected(raw):
     engine = Engine()
     reply = client(engine).post("/start_weight_update", content=raw)
     assert refusal(reply) == (400, "malformed")
     assert engine.asked == []
 
 
-def test_a_body_of_null_says_nothing():
+def test_a_null_body_counts_as_an_empty_body():
     assert client().post("/start_weight_update", content=b" null").status_code == 200
 
 
@@ -114,7 +114,7 @@ def test_a_body_of_null_says_nothing():
         ("/start_draft_weight_update", {"manifest": 0}),
     ],
 )
-def test_a_field_that_is_missing_unknown_or_wrong_is_refused(path, body):
+def test_a_field_that_is_missing_unknown_or_wrong_is_rejected(path, body):
     engine = Engine()
     assert refusal(client(engine).post(path, json=body)) == (400, "malformed")
     assert engine.asked == []
@@ -123,7 +123,7 @@ def test_a_field_that_is_missing_unknown_or_wrong_is_refused(path, body):
 @pytest.mark.parametrize(
     "path", ["/is_paused", "/weight_update", "/weight_info", "/get_world_size"]
 )
-def test_a_query_that_is_not_known_is_refused(path):
+def test_a_query_that_is_not_known_is_rejected(path):
     engine = Engine()
     reply = client(engine).get(path, params={"updat_id": "u"})
     assert refusal(reply) == (400, "malformed")
@@ -133,7 +133,7 @@ def test_a_query_that_is_not_known_is_refused(path):
 @pytest.mark.parametrize("path", POSTS)
 @settings(max_examples=15)
 @given(st.dictionaries(FIELDS, JSON, max_size=4))
-def test_no_body_makes_a_route_fail(path, body):
+def test_every_body_gets_a_typed_reply_from_every_route(path, body):
     reply = client().post(path, content=json.dumps(body))
     # 409: this server was not started for what the route does.
     assert reply.status_code in (200, 400, 409)
@@ -157,7 +157,7 @@ def test_a_folder_may_hold_a_model_and_its_drafter():
 
 
 @pytest.mark.parametrize("told", [None, 10, MAX_MANIFEST_BYTES, 1 << 80, "ten"])
-def test_a_body_that_is_too_large_is_refused_while_it_arrives(told):
+def test_a_body_that_is_too_large_is_rejected_while_it_arrives(told):
     drawn = 0
 
     async def chunks() -> Any:
@@ -176,7 +176,7 @@ def test_a_body_that_is_too_large_is_refused_while_it_arrives(told):
     assert drawn == most
 
 
-def test_a_body_that_breaks_off_is_refused():
+def test_a_truncated_body_is_rejected():
     async def left() -> Any:
         return {"type": "http.disconnect"}
 
@@ -185,7 +185,7 @@ def test_a_body_that_breaks_off_is_refused():
         asyncio.run(read(request, 10))
 
 
-def test_each_route_has_its_limit():
+def test_each_route_has_its_own_limit_of_the_body_size():
     big = b'{"a": "' + b"x" * MAX_MANIFEST_BYTES + b'"}'
     reply = client().post("/start_weight_update", content=big)
     assert refusal(reply) == (400, "malformed")
@@ -206,7 +206,7 @@ class Sleeper(Engine):
         self.asked.append(f"wake {tags}")
 
 
-def test_sglangs_tags_are_vllms_sleep():
+def test_sglangs_memory_tags_are_mapped_to_vllms_sleep():
     engine = Sleeper()
     door = client(engine)
     release, resume = "/release_memory_occupation", "/resume_memory_occupation"
@@ -224,7 +224,7 @@ def test_sglangs_tags_are_vllms_sleep():
 
 
 @pytest.mark.parametrize("is_trial", [True, False])
-def test_a_release_that_one_engine_refuses_is_made_on_none(is_trial):
+def test_no_engine_releases_memory_if_one_engine_rejects_the_release(is_trial):
     class Failing(Sleeper):
         async def call_utility_all_async(self, _: str, method: str, body: Any) -> Any:
             (reply,) = await super().call_utility_all_async(_, method, body)
@@ -240,14 +240,14 @@ def test_a_release_that_one_engine_refuses_is_made_on_none(is_trial):
     assert engine.asked == (release if is_trial else [*release * 2, "undo_release"])
 
 
-def test_a_query_has_fields_too():
+def test_a_query_string_is_read_as_fields():
     engine = Engine()
     reply = client(engine).post("/pause?mode=keep&clear_cache=false")
     assert reply.json()["status"] == "paused"
     assert engine.asked == ["pause"]
 
 
-def test_the_field_of_vllm_0_21_to_0_24_that_trl_sends_is_no_fault():
+def test_the_checkpoint_format_field_that_trl_sends_is_accepted():
     engine = Engine()
     body = {"is_checkpoint_format": True}
     assert client(engine).post("/start_weight_update", json=body).status_code == 200

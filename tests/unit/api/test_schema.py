@@ -32,12 +32,12 @@ def client() -> TestClient:
     return caller(served(Engine()))
 
 
-def test_all_fields_are_of_a_route() -> None:
+def test_the_schema_describes_only_fields_of_existing_routes() -> None:
     assert FIELDS.keys() <= {path for _, path in ROUTES}
     assert all(set(names) <= FIELDS[path].keys() for path, names in NEEDED.items())
 
 
-def test_openapi_tells_the_body_and_the_refusals_of_every_route(
+def test_openapi_describes_the_body_and_the_errors_of_every_route(
     client: TestClient,
 ) -> None:
     told = client.get("/openapi.json").json()["paths"]
@@ -80,7 +80,7 @@ def test_the_example_of_a_route_is_accepted(client: TestClient, path: str) -> No
 
 
 @pytest.mark.parametrize("path", sorted(REPLIES.keys() - {"/restore_weights"}))
-def test_the_reply_of_a_route_has_the_fields_that_are_told_of(
+def test_the_reply_of_a_route_has_the_documented_fields(
     client: TestClient, path: str
 ) -> None:
     (method,) = (m for m, p in ROUTES if p == path)
@@ -91,7 +91,7 @@ def test_the_reply_of_a_route_has_the_fields_that_are_told_of(
     assert reply.json().keys() - added == REPLIES[path].keys()
 
 
-def test_an_error_has_the_fields_that_are_told_of(client: TestClient) -> None:
+def test_an_error_has_the_documented_fields(client: TestClient) -> None:
     found = client.post("/update_weights", json={}).json()
     assert found.keys() == ERROR["properties"].keys()
     told = ERROR["properties"]["error"]
@@ -101,9 +101,7 @@ def test_an_error_has_the_fields_that_are_told_of(client: TestClient) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(NEEDED))
-def test_a_field_that_is_needed_is_missed_by_name(
-    client: TestClient, path: str
-) -> None:
+def test_a_missing_required_field_is_named(client: TestClient, path: str) -> None:
     refused = client.post(path, json={})
     assert refused.status_code == 400
     assert any(name in refused.json()["message"] for name in NEEDED[path])
@@ -154,9 +152,7 @@ UNCHECKED = {
 
 
 @pytest.mark.parametrize("path", sorted((FIELDS.keys() & POSTS) - UNCHECKED))
-def test_a_route_takes_the_fields_that_are_told_of(
-    client: TestClient, path: str
-) -> None:
+def test_a_route_accepts_the_documented_fields(client: TestClient, path: str) -> None:
     body = {name: SAMPLES[name] for name in NEEDED.get(path, ())}
     message = client.post(path, json=body | {"nonsense": 1}).json()["message"]
     assert "unknown field 'nonsense'; this route takes " in message
@@ -175,7 +171,7 @@ def test_the_page_loads_its_scripts_from_the_server() -> None:
 
 
 @pytest.mark.parametrize("off", ["disable_fastapi_docs", "enable_offline_docs"])
-def test_the_page_is_left_as_the_flags_of_vllm_say(off: str) -> None:
+def test_the_docs_page_stays_off_if_vllms_flags_switch_it_off(off: str) -> None:
     app = FastAPI(docs_url=None)
     app.state.args = Namespace(enable_offline_docs=off == "enable_offline_docs")
     serve_docs_offline(app)

@@ -42,7 +42,7 @@ def door(engine: Forgetful) -> TestClient:
 
 
 @pytest.mark.parametrize("update_id", IDS)
-def test_an_id_is_found_by_its_path_and_refused_with_our_error(
+def test_an_unknown_update_id_in_a_path_is_rejected_with_our_error(
     engine: Forgetful, door: TestClient, update_id: str
 ) -> None:
     reply = door.get("/weight_update/" + quote(update_id, safe=""))
@@ -51,12 +51,16 @@ def test_an_id_is_found_by_its_path_and_refused_with_our_error(
     assert engine.ids == [update_id]
 
 
-def test_a_slash_may_be_written_as_it_is(engine: Forgetful, door: TestClient) -> None:
+def test_an_update_id_in_a_path_may_contain_a_plain_slash(
+    engine: Forgetful, door: TestClient
+) -> None:
     door.get("/weight_update/run7/200")
     assert engine.ids == ["run7/200"]
 
 
-def test_without_an_id_all_are_meant(engine: Forgetful, door: TestClient) -> None:
+def test_the_status_route_without_an_id_returns_all_updates(
+    engine: Forgetful, door: TestClient
+) -> None:
     for path in ("/weight_update", "/weight_update/"):
         door.get(path)
     assert engine.ids == [None, None]

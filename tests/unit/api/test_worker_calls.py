@@ -50,7 +50,9 @@ class Front:
         (1, "update_weights", (), {"update_info": [{"path": "/"}, LARGE]}, True),
     ],
 )
-def test_worker_calls_that_are_intercepted(num_engines, method, args, kwargs, is_taken):
+def test_only_known_worker_calls_with_valid_arguments_are_intercepted(
+    num_engines, method, args, kwargs, is_taken
+):
     front = Front(num_engines)
     assert worker_calls.takes(front, method, args, kwargs) is is_taken
 

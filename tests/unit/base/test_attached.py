@@ -44,7 +44,7 @@ def test_a_state_is_made_when_it_is_first_asked_for():
     assert vars(owner).keys() == {ATTRIBUTE}
 
 
-def test_a_state_that_was_not_made_is_missed_by_name():
+def test_a_missing_state_is_reported_by_name():
     owner = SimpleNamespace()
     assert Made.find(owner) is None
     with pytest.raises(UpstreamChanged, match=r"SimpleNamespace .*no Made"):
@@ -55,7 +55,7 @@ def test_a_state_that_was_not_made_is_missed_by_name():
 
 
 @pytest.mark.parametrize("value", [3, "theirs", Made(None)])
-def test_a_value_that_somebody_else_has_put_there_is_told_and_not_replaced(value):
+def test_a_foreign_value_in_our_attribute_is_reported_and_not_replaced(value):
     owner = SimpleNamespace(**{ATTRIBUTE: value})
     for ask in (Counted.find, Counted.of):
         with pytest.raises(UpstreamChanged, match=r"SimpleNamespace\.vllm_inflight"):
@@ -83,7 +83,7 @@ def test_a_copy_has_a_state_of_its_own(copied):
     assert Counted.of(owner).count == 1
 
 
-def test_a_state_that_refers_to_its_object_ends_with_it():
+def test_a_state_that_refers_to_its_object_is_freed_with_it():
     class Owner:
         pass
 

@@ -62,12 +62,12 @@ JSON = st.recursive(
 # The configuration itself
 
 
-def test_nothing_given_is_the_default():
+def test_an_empty_configuration_has_the_defaults():
     assert InflightConfig.parse(None) == InflightConfig.parse({}) == InflightConfig()
 
 
 @pytest.mark.parametrize("field, value, allowed", BAD)
-def test_a_bad_value_is_refused_with_field_and_range(field, value, allowed):
+def test_a_bad_value_is_rejected_with_field_and_range(field, value, allowed):
     with pytest.raises(ConfigError) as refusal:
         InflightConfig.parse({field: value})
     assert f"inflight {field} must be" in str(refusal.value)
@@ -75,7 +75,7 @@ def test_a_bad_value_is_refused_with_field_and_range(field, value, allowed):
     assert repr(value) in str(refusal.value)
 
 
-def test_an_unknown_field_is_refused_with_the_known_ones():
+def test_an_unknown_field_is_rejected_with_the_known_ones():
     with pytest.raises(ConfigError) as refusal:
         InflightConfig.parse({"stagging": "host"})
     for knob in KNOBS:
@@ -83,7 +83,7 @@ def test_an_unknown_field_is_refused_with_the_known_ones():
 
 
 @given(st.dictionaries(st.sampled_from([k.name for k in KNOBS]), JSON) | JSON)
-def test_any_other_json_is_refused_as_a_configuration(values):
+def test_any_other_json_is_rejected_as_a_configuration(values):
     try:
         config = InflightConfig.parse(values)
     except ConfigError:
@@ -93,7 +93,7 @@ def test_any_other_json_is_refused_as_a_configuration(values):
 
 
 @pytest.mark.parametrize("knob", KNOBS, ids=lambda knob: knob.name)
-def test_every_knob_says_what_it_is_and_what_it_may_be(knob):
+def test_every_knob_documents_each_of_its_choices(knob):
     assert knob.metadata["doc"].endswith(".")
     for choice in knob.metadata["choices"]:
         assert choice == "auto" or f"'{choice}'" in knob.metadata["doc"]
@@ -139,12 +139,12 @@ def test_a_flag_is_carried_in_additional_config(parser):
     }
 
 
-def test_without_a_flag_nothing_is_carried(parser):
+def test_additional_config_stays_empty_without_a_flag(parser):
     assert not parser.parse_args([]).additional_config
 
 
 @pytest.mark.parametrize("field, value, allowed", [*bad_words(), *bad_numbers()])
-def test_a_flag_with_a_bad_value_is_refused_with_its_range(
+def test_a_flag_with_a_bad_value_is_rejected_with_its_range(
     parser, capsys, field, value, allowed
 ):
     with pytest.raises(SystemExit):
@@ -154,7 +154,7 @@ def test_a_flag_with_a_bad_value_is_refused_with_its_range(
     assert allowed in message
 
 
-def test_a_word_where_a_number_belongs_is_refused(parser, capsys):
+def test_a_word_where_a_number_belongs_is_rejected(parser, capsys):
     with pytest.raises(SystemExit):
         parser.parse_args(["--inflight-update-deadline-s", "soon"])
     assert "--inflight-update-deadline-s" in capsys.readouterr().err
@@ -184,7 +184,7 @@ def test_flags_and_additional_config_add_up_and_the_flag_wins(parser, given_args
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_an_additional_config_that_is_no_object_is_refused(parser, capsys, order):
+def test_an_additional_config_that_is_no_object_is_rejected(parser, capsys, order):
     pairs = [
         ["--inflight-staging", "host"],
         ["--additional-config", '{"inflight": 3}'],
@@ -194,7 +194,7 @@ def test_an_additional_config_that_is_no_object_is_refused(parser, capsys, order
     assert "must be an object, got 3" in capsys.readouterr().err
 
 
-def test_one_command_line_leaves_nothing_to_the_next(parser):
+def test_flags_of_one_command_line_do_not_affect_the_next(parser):
     parser.parse_args(["--inflight-staging", "host"])
     assert not parser.parse_args([]).additional_config
 
@@ -224,7 +224,7 @@ UNUSABLE = ["", " ", "\t\n", "key\n", " key"]
 
 @pytest.mark.parametrize("key", UNUSABLE)
 @pytest.mark.parametrize("flag", ["--inflight-admin-key", "--api-key"])
-def test_a_key_that_no_client_can_send_is_refused(servers_parser, capsys, flag, key):
+def test_a_key_that_no_client_can_send_is_rejected(servers_parser, capsys, flag, key):
     before = dict(os.environ)
     with pytest.raises(SystemExit):
         servers_parser.parse_args([flag, key])
@@ -233,7 +233,7 @@ def test_a_key_that_no_client_can_send_is_refused(servers_parser, capsys, flag, 
     assert dict(os.environ) == before
 
 
-def test_one_blank_key_among_several_is_refused(servers_parser):
+def test_one_blank_key_among_several_is_rejected(servers_parser):
     with pytest.raises(SystemExit):
         servers_parser.parse_args(["--api-key", "a", ""])
     given = servers_parser.parse_args(["--api-key", "a", "b"])
@@ -262,7 +262,7 @@ def test_a_variable_that_is_set_and_cannot_be_a_key_ends_the_start(
         monkeypatch.delenv(variable)
 
 
-def test_a_trainer_takes_an_empty_variable_for_no_key(monkeypatch):
+def test_a_trainer_treats_an_empty_key_variable_as_no_key(monkeypatch):
     monkeypatch.setenv(ADMIN_KEY_ENV, "")
     assert admin_key() is None
 

@@ -76,7 +76,7 @@ def test_packing_and_unpacking_changes_nothing(value, size):
         assert at_once(unpack(there, 8)) == value
 
 
-def test_short_ones_stay_as_they_are_and_long_ones_become_bytes():
+def test_only_long_lists_are_packed_into_bytes():
     value = {
         "names": ["a"] * 3000,
         "few": ["b"],
@@ -97,7 +97,7 @@ def test_a_list_that_cannot_be_sent_is_not_changed():
         assert at_once(pack(value))["handles"] == value["handles"]
 
 
-def test_json_claims_nothing_to_be_packed():
+def test_a_json_body_cannot_pass_for_packed_data():
     claimed = {MARK: ["YWJj"], "kind": "list", "length": 1}
     for claims in (claimed, claimed | {MARK: []}):
         assert not is_packed(json.loads(json.dumps(claims)))
@@ -106,7 +106,7 @@ def test_json_claims_nothing_to_be_packed():
         at_once(Manifest.packed(manifest))
 
 
-def test_the_thread_sleeps_between_slices():
+def test_unpacking_rests_between_slices():
     rests: list[None] = []
     there = at_once(pack(["a"] * 5000))
     assert resting(unpack(there), lambda: rests.append(None)) == ["a"] * 5000
@@ -124,7 +124,7 @@ def test_packing_a_manifest_blocks_for_a_short_time_only():
     assert manifest.tensors[tensors(1)[0]["name"]].digest == "0" * 32
 
 
-def test_a_packed_manifest_has_the_fingerprint_of_what_it_says():
+def test_the_fingerprint_of_a_packed_manifest_depends_on_its_contents():
     def of(entries: list[Any], **more: Any) -> str:
         body = {"format": 1, "tensors": entries} | more
         return fingerprint({"manifest": at_once(Manifest.packed(body))})

@@ -52,7 +52,7 @@ def test_fields_may_repeat_the_options_that_opened_the_transport():
         settled({"packed_num_buffers": 3}, UPDATE_INFO, opened_with=transport)
 
 
-def test_a_field_that_its_reader_knows_is_left_to_it():
+def test_a_field_that_the_reader_supports_is_passed_on():
     said = {"packed": True, "update_kind": "dense"}
     known = frozenset({"packed"})
     assert settled(said, UPDATE_INFO, known=known) == {"packed": True}

@@ -63,13 +63,13 @@ def test_a_shared_suffix_is_what_two_names_end_in(a, b):
         assert a.split(".")[-count:] == b.split(".")[-count:]
 
 
-def test_a_wrapped_model_meant_the_same_name_without_the_wrapper():
+def test_the_nearest_name_of_a_wrapped_tensor_is_the_name_without_the_wrapper():
     name = "module.model.layers.0.self_attn.q_proj.weight"
     near = nearest(name, [8, 8], "bfloat16", MODEL)
     assert near[0] == "model.layers.0.self_attn.q_proj.weight"
 
 
-def test_a_letter_too_many_or_out_of_place_is_seen_through():
+def test_a_misspelt_name_is_matched_to_the_correct_one():
     norms = ("input_layernorm", "post_attention_layernorm")
     layers = {
         f"model.layers.{layer}.{norm}.weight": ([8], "float32")
@@ -84,7 +84,7 @@ def test_a_letter_too_many_or_out_of_place_is_seen_through():
     )
 
 
-def test_of_equally_similar_names_the_equal_shape_is_nearer_then_the_equal_dtype():
+def test_equally_similar_names_are_ranked_by_shape_and_then_by_dtype():
     known = {
         "a.weight": ([4], "bfloat16"),
         "b.weight": ([8], "float32"),
@@ -95,24 +95,24 @@ def test_of_equally_similar_names_the_equal_shape_is_nearer_then_the_equal_dtype
     ]
 
 
-def test_one_of_the_same_layer_is_nearer_than_one_of_another():
+def test_a_similar_name_of_the_same_layer_ranks_first():
     near = nearest("model.layers.1.self_attn.q_prj.weight", None, None, MODEL)
     assert near[0] == "model.layers.1.self_attn.q_proj.weight"
     assert "model.layers.0.self_attn.q_proj.weight" not in near
 
 
-def test_a_name_that_is_like_nothing_has_no_neighbours():
+def test_a_dissimilar_name_gets_no_suggestions():
     assert nearest("rotary", [3], "int8", MODEL) == []
 
 
 @given(DOTTED, st.integers(0, 4))
-def test_neighbours_are_known_names_and_not_too_many(name, most):
+def test_suggestions_are_known_names_up_to_a_maximum_number(name, most):
     near = nearest(name, None, None, MODEL, most=most)
     assert len(near) <= most
     assert set(near) <= MODEL.keys()
 
 
-def test_a_refusal_names_every_unknown_tensor_with_its_neighbours():
+def test_a_rejection_names_every_unknown_tensor_with_its_neighbours():
     text = describe_unknown(
         [("x.norm.weight", [8], "float32"), ("rotary", [3], "int8")], MODEL
     )
@@ -149,7 +149,7 @@ INNER = [name for name in DEEP if name.startswith("model.")]
         ([*(f"module.{name}" for name in DEEP), "something.else"], len(DEEP)),
     ],
 )
-def test_a_change_that_many_names_have_in_common_is_found_and_its_line_makes_it(
+def test_a_change_common_to_many_names_is_found_with_the_name_map_that_makes_the_change(
     sent, num_made
 ):
     found = renaming(sent, DEEP)
@@ -176,7 +176,7 @@ def test_the_line_leaves_the_names_alone_that_are_right_already():
     assert change.line(kept=DEEP) is None, "that would be no line"
 
 
-def test_names_of_another_model_have_no_change_in_common():
+def test_unrelated_names_have_no_change_in_common():
     assert renaming(["vision.patch.bias", "audio.conv.1.beta"], DEEP) is None
     assert renaming(["module.model.norm.weight"], DEEP) is None, "one is not many"
     assert renaming([], DEEP) is None
@@ -187,14 +187,14 @@ def specs(named):
     return [(name, *fact) for name, fact in named.items()]
 
 
-def test_every_tensor_is_paired_with_the_name_whose_ending_it_has():
+def test_every_tensor_is_paired_with_the_model_name_that_shares_its_ending():
     sent = {f"module.{name}": fact for name, fact in DEEP.items()}
     pairing = paired(specs(sent), DEEP)
     assert pairing.name_map == {f"module.{name}": name for name in DEEP}
     assert not pairing.ambiguous and not pairing.unmatched
 
 
-def test_names_that_the_model_has_are_left_alone_and_are_nobody_elses():
+def test_names_that_the_model_has_are_not_renamed_and_not_paired_with_others():
     sent = DEEP | {"other.norm.weight": ([8], "bfloat16")}
     pairing = paired(specs(sent), DEEP)
     assert pairing.name_map == {}
@@ -215,7 +215,7 @@ def test_a_shape_or_dtype_that_is_not_known_fits_any():
     assert paired(sent, known).name_map == {"x.weight": "a.weight", "y.bias": "b.bias"}
 
 
-def test_among_names_of_one_ending_and_shape_the_dtype_decides_or_nobody():
+def test_the_dtype_decides_between_names_of_equal_ending_and_shape():
     known = {"a.weight": ([8], "bfloat16"), "b.weight": ([8], "float32")}
     assert paired([("x.weight", [8], "float32")], known).name_map == {
         "x.weight": "b.weight"
@@ -224,7 +224,7 @@ def test_among_names_of_one_ending_and_shape_the_dtype_decides_or_nobody():
     assert pairing.ambiguous == {"x.weight": ["a.weight", "b.weight"]}
 
 
-def test_two_tensors_that_could_mean_one_name_are_both_ambiguous():
+def test_two_tensors_that_match_one_name_equally_are_both_ambiguous():
     known = {"model.norm.weight": ([8], "bfloat16")}
     sent = [(f"{x}.norm.weight", [8], "bfloat16") for x in "xy"]
     pairing = paired(sent, known)
@@ -241,7 +241,7 @@ def test_two_tensors_that_could_mean_one_name_are_both_ambiguous():
     st.dictionaries(DOTTED, st.tuples(st.sampled_from([[1], [2]]), st.just("int8"))),
     st.dictionaries(DOTTED, st.tuples(st.sampled_from([[1], [2]]), st.just("int8"))),
 )
-def test_a_pairing_is_one_to_one_and_leaves_nobody_out(sent, known):
+def test_a_pairing_is_one_to_one_and_classifies_every_unknown_name(sent, known):
     pairing = paired(specs(sent), known)
     strange = {name for name in sent if name not in known}
     told = [*pairing.name_map, *pairing.ambiguous, *pairing.unmatched]

@@ -59,7 +59,7 @@ def manifest(*entries: Any, **fields: Any) -> dict[str, Any]:
     st.none() | st.integers(-(2**63), 2**63 - 1),
     st.lists(st.text(min_size=1, max_size=8), max_size=3),
 )
-def test_a_manifest_survives_the_journey(specs, step, subset):
+def test_a_manifest_round_trips_through_json(specs, step, subset):
     sent = Manifest.of(specs, step=step, subset=subset)
     assert Manifest.parse(json.loads(json.dumps(sent.to_dict()))) == sent
 
@@ -111,7 +111,7 @@ def test_a_dtype_may_carry_torchs_prefix():
         (manifest(draft=1), "'draft' must be true or false"),
     ],
 )
-def test_a_manifest_that_is_wrong_is_refused_by_the_entry(body, named):
+def test_a_manifest_that_is_wrong_is_rejected_by_the_entry(body, named):
     with pytest.raises(Malformed, match=named):
         Manifest.parse(body)
 
@@ -125,7 +125,7 @@ def test_a_manifest_that_is_wrong_is_refused_by_the_entry(body, named):
         JSON,
     ),
 )
-def test_hostile_json_is_refused_or_read_and_nothing_else_happens(body, entry):
+def test_hostile_json_is_either_parsed_or_rejected(body, entry):
     for candidate in (body, manifest(entry), manifest(ENTRY, **entry)):
         try:
             parsed = Manifest.parse(candidate)
@@ -134,7 +134,7 @@ def test_hostile_json_is_refused_or_read_and_nothing_else_happens(body, entry):
         assert Manifest.parse(parsed.to_dict()) == parsed
 
 
-def test_names_are_turned_into_the_models():
+def test_a_manifest_contains_the_models_names_after_the_name_map():
     specs = [TensorSpec("module.w", (1,), "int8")]
     assert list(Manifest.of(specs, name_map={"module.w": "w"}).tensors) == ["w"]
     cut = Manifest.of(specs, name_map=lambda name: name.removeprefix("module."))
@@ -142,7 +142,7 @@ def test_names_are_turned_into_the_models():
     assert renamer({"a": "b"})("c") == "c"
 
 
-def test_two_tensors_that_get_one_name_are_refused():
+def test_two_tensors_that_get_one_name_are_rejected():
     specs = [TensorSpec(name, (1,), "int8") for name in ("a", "b")]
     with pytest.raises(Malformed, match="'w'"):
         Manifest.of(specs, name_map=lambda _: "w")
@@ -156,7 +156,7 @@ def test_a_label_is_any_string(label):
     assert check_label(label) == label
 
 
-def test_no_label_is_no_label():
+def test_a_missing_label_is_valid():
     assert check_label(None) is None
 
 
@@ -166,7 +166,7 @@ def test_invalid_labels_are_rejected(label):
         check_label(label)
 
 
-def test_the_weights_of_the_start_have_a_name_and_no_history():
+def test_the_start_weights_have_the_default_label_and_no_digest():
     assert Version().to_dict() == {
         "weight_version": "default",
         "epoch": 0,
@@ -189,18 +189,18 @@ def test_every_mode_is_read_by_its_name(mode):
     assert PauseMode.parse(mode.value) is mode
 
 
-def test_upstreams_keep_is_in_place():
+def test_upstreams_pause_mode_keep_means_in_place():
     assert PauseMode.parse("keep") is PauseMode.IN_PLACE
 
 
 @pytest.mark.parametrize("mode", ["", "KEEP", "stop", 3, None, ["abort"], {}])
-def test_an_unknown_mode_is_refused_with_the_known_ones(mode):
+def test_an_unknown_mode_is_rejected_with_the_known_ones(mode):
     with pytest.raises(Malformed) as refusal:
         PauseMode.parse(mode)
     assert "in_place, retract, abort, wait (or keep)" in str(refusal.value)
 
 
-def test_every_phase_has_its_moves():
+def test_every_phase_has_an_entry_in_the_transition_table():
     assert MOVES.keys() == set(Phase)
 
 
@@ -215,7 +215,7 @@ def test_only_a_staged_update_commits_and_only_a_committed_one_rolls_back():
     assert sources[Phase.OPEN] == set()
 
 
-def test_nothing_comes_after_an_abort_and_after_a_rollback_only_the_way_back():
+def test_an_aborted_update_is_final_and_a_rolled_back_one_can_only_be_committed():
     assert not MOVES[Phase.ABORTED]
     assert MOVES[Phase.ROLLED_BACK] == {Phase.COMMITTED}
 
@@ -234,7 +234,7 @@ def test_every_phase_can_be_reached_and_only_a_rollback_leads_back():
 
 
 @pytest.mark.parametrize("kind", BY_CODE.values(), ids=lambda kind: kind.code)
-def test_an_error_keeps_its_type_and_its_facts_on_the_way(kind):
+def test_an_error_round_trips_through_json_with_its_type_and_facts(kind):
     sent = kind("why", tensors=["a", "b"], phase="staging", update_id="u")
     got = InflightError.from_dict(json.loads(json.dumps(sent.to_dict())))
     assert type(got) is kind
@@ -258,7 +258,7 @@ def test_fields_of_an_error_survive_serialisation(sent, facts):
 
 
 @pytest.mark.parametrize("kind", BY_CODE.values(), ids=lambda kind: kind.code)
-def test_every_error_says_what_to_do_about_it_wherever_it_is_read(kind):
+def test_every_error_keeps_its_remedy_when_serialised(kind):
     assert kind("why").to_dict()["remedy"] == kind.remedy
     own = kind("why", remedy="Do this.")
     assert own.to_dict()["remedy"] == "Do this."
@@ -267,7 +267,7 @@ def test_every_error_says_what_to_do_about_it_wherever_it_is_read(kind):
 
 
 @pytest.mark.parametrize("cause", errors.Cause)
-def test_a_refusal_has_the_remedy_of_its_cause_and_no_other(cause):
+def test_a_rejection_with_one_cause_has_the_remedy_of_that_cause(cause):
     assert errors.CAUSES.keys() == set(errors.Cause)
     what, remedy = errors.CAUSES[cause]
     assert what.endswith(".") and remedy.endswith(".")
@@ -278,7 +278,7 @@ def test_a_refusal_has_the_remedy_of_its_cause_and_no_other(cause):
     assert InflightError.from_dict(body).to_dict() == body
 
 
-def test_of_several_causes_each_remedy_says_which_it_is_for():
+def test_each_remedy_of_several_causes_names_its_cause():
     named = {"missing": ["a"], "not_finite": ["b"]}
     remedy = errors.WeightsMismatch("why", named=named).remedy
     assert remedy == (
@@ -287,7 +287,7 @@ def test_of_several_causes_each_remedy_says_which_it_is_for():
     )
 
 
-def test_a_fact_that_an_error_cannot_have_is_passed_over():
+def test_an_unknown_field_of_a_serialised_error_is_ignored():
     got = InflightError.from_dict({"code": "malformed", "message": "", "call": "x"})
     assert not hasattr(got, "call")
 

@@ -123,7 +123,7 @@ def test_a_loop_in_another_thread_has_no_breaks():
     assert not breaks.worked
 
 
-def test_short_loops_one_after_the_other_have_breaks_together():
+def test_consecutive_short_loops_have_breaks():
     def spin() -> None:
         for _ in range(160):
             for _ in with_breaks(range(1)):
@@ -145,7 +145,7 @@ def test_a_short_loop_has_no_break():
     assert min(len(worked(spin)) for _ in range(5)) == 1  # of the test's own
 
 
-def test_a_loop_that_only_waits_has_no_break():
+def test_a_loop_that_mostly_waits_has_no_break():
     def wait() -> None:
         for _ in with_breaks(range(10)):
             time.sleep(SHORT_S)
@@ -165,7 +165,7 @@ def interpreter() -> tuple[float, tuple[int, int, int]]:
     return sys.getswitchinterval(), gc.get_threshold()
 
 
-def test_beside_decoding_threads_take_turns_more_often_and_full_collections_wait():
+def test_threads_switch_more_often_and_full_collections_are_deferred_beside_decoding():
     usual = interpreter()
     with beside_decoding():
         seconds, (*thresholds, full) = interpreter()
@@ -175,7 +175,7 @@ def test_beside_decoding_threads_take_turns_more_often_and_full_collections_wait
     assert interpreter() == usual
 
 
-def test_of_several_threads_beside_decoding_the_last_one_puts_all_back():
+def test_the_last_of_several_threads_restores_the_interpreter_settings():
     usual = interpreter()
     first, second = beside_decoding(), beside_decoding()
     first.__enter__()
@@ -236,7 +236,7 @@ def test_a_manifest_of_91_000_names_is_judged_in_slices(change):
     assert [rejection is None for rejection in told] == [change is str] * 3
 
 
-def test_more_names_than_are_paired_are_all_told_as_unknown_and_as_missing():
+def test_all_unmatched_names_are_reported_as_unknown_and_as_missing():
     announced = tensors(lambda name: f"{hash(name)}")
     looked, places = inspection(Manifest(tensors=announced))
 

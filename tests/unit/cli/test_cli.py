@@ -41,7 +41,7 @@ def named(found: dict, name: str) -> dict:
     return finding
 
 
-def test_a_good_installation_is_reported_as_one():
+def test_the_doctor_reports_a_good_installation_as_good():
     done = run("doctor", "--json")
     found = json.loads(done.stdout)
     assert (done.returncode, found["ok"]) == (0, True), done.stdout
@@ -93,7 +93,7 @@ def test_one_cause_that_breaks_many_patches_is_one_line(capsys):
     assert failures == ["broken 3 patches: no", f"changed {target}: no"]
 
 
-def test_progress_is_told_of_every_patch():
+def test_progress_is_reported_for_every_patch():
     steps: list[str] = []
     list(doctor._patch_states(steps.append))
     total = len(list(patch.records()))
@@ -135,7 +135,7 @@ def test_the_help_comes_without_importing_vllm(words):
     "use",
     ["import vllm.version", "from vllm import SamplingParams", "vllm.__version__"],
 )
-def test_upstream_is_imported_whole_when_a_command_uses_it(use):
+def test_upstream_is_imported_completely_when_a_command_uses_it(use):
     code = f"""if True:
         import sys
         import _vllm_inflight_boot as boot
@@ -171,7 +171,7 @@ def test_everything_that_is_missing_is_named_with_its_remedy():
 # Single findings
 
 
-def test_another_release_is_wrong_unless_it_is_allowed(monkeypatch):
+def test_the_doctor_finds_an_untested_release_wrong_unless_it_is_allowed(monkeypatch):
     monkeypatch.setattr("vllm.version.__version__", "0.33.0")
     monkeypatch.delenv(patch.ALLOW_UNTESTED_ENV, raising=False)
     finding = doctor._release()
@@ -209,7 +209,7 @@ def patch_of(target: str, only_on: str | None = None) -> patch.Patch:
         ("operator torchvision::nms does not exist", "pip uninstall torchvision"),
     ],
 )
-def test_a_vllm_that_cannot_be_imported_is_told_from_another_release(
+def test_the_doctor_distinguishes_a_vllm_that_cannot_be_imported_from_another_release(
     monkeypatch, tmp_path, trouble, remedy
 ):
     (tmp_path / "broken_upstream.py").write_text(f"raise RuntimeError({trouble!r})")
@@ -223,7 +223,7 @@ def test_a_vllm_that_cannot_be_imported_is_told_from_another_release(
     assert "Install vllm==" not in told
 
 
-def test_a_patch_of_another_platform_is_neither_looked_at_nor_told():
+def test_a_patch_for_another_platform_is_neither_checked_nor_reported():
     assert doctor._patch_state(patch_of("no_such_module:f", only_on="tpu")) is None
 
 
@@ -243,7 +243,7 @@ def test_vllm_plugins_must_not_leave_us_out(monkeypatch, plugins, state):
     assert doctor._entry_point().state is state
 
 
-def test_staging_is_told_for_the_build_of_torch(monkeypatch):
+def test_the_reported_staging_matches_the_build_of_torch(monkeypatch):
     monkeypatch.setattr("torch.version.hip", None)
     monkeypatch.setattr("torch.version.cuda", "13.0")
     assert doctor._staging().found.startswith("device")
@@ -254,7 +254,7 @@ def test_staging_is_told_for_the_build_of_torch(monkeypatch):
 
 
 @pytest.mark.parametrize("free, state", [(1 << 26, State.NOTE), (1 << 34, State.GOOD)])
-def test_little_shared_memory_is_worth_a_word(monkeypatch, free, state):
+def test_the_doctor_reports_little_shared_memory(monkeypatch, free, state):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     assert doctor._shared_memory().state is state
 
@@ -310,7 +310,7 @@ def test_a_server_cannot_speak_to_the_terminal(monkeypatch, capsys):
     assert not {"\x1b", "\x07", "\x9b"} & set(told)
 
 
-def test_one_wrong_finding_spoils_the_report_and_a_note_does_not():
+def test_a_wrong_finding_makes_the_report_fail_and_a_note_does_not():
     note = Finding("a", "b", State.NOTE, "c")
     assert Report([], [note]).is_good
     assert not Report([], [note, Finding("a", "b", State.WRONG, "c")]).is_good

@@ -56,7 +56,7 @@ def test_publish_sends_a_path_of_the_server(engine, run):
     assert body == told
 
 
-def test_rollback_pause_continue_and_abort(engine, run):
+def test_rollback_pause_continue_and_abort_commands_call_the_server(engine, run):
     engine.commit_elsewhere("v1")
     assert run("rollback", "--to-version", "default")[:1] == (0,)
     assert engine.version["weight_version"] == "default"
@@ -77,7 +77,9 @@ def test_a_rejection_by_the_server_is_printed_with_its_remedy(engine, run):
     assert (code, json.loads(out)["error"]["code"]) == (1, "update_in_progress")
 
 
-def test_a_server_that_cannot_be_asked_is_told_apart(engine, run, capsys):
+def test_the_exit_code_distinguishes_an_unreachable_server_from_a_rejection(
+    engine, run, capsys
+):
     engine.faults["/weight_update"] = [Forbidden("wrong key")]
     assert run("status", "--api-key", "wrong")[0] == 1
     assert engine.key == "Bearer wrong"

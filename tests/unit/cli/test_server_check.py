@@ -74,18 +74,18 @@ def updating(**changes: Any) -> Probe:
     return healthy(weight_update={"active": STAGING | changes, "outcomes": []})
 
 
-def test_nothing_is_wrong_with_a_server_that_serves():
+def test_a_healthy_server_has_only_good_findings():
     findings = found(healthy())
     assert {f.state for f in findings.values()} == {State.GOOD}
     assert findings["decoding"].found == "2 requests run, 3 wait"
 
 
-def test_a_dead_engine_is_told_by_health():
+def test_a_dead_engine_is_reported_from_the_health_route():
     dead = healthy() | {"/health": {"status": 503, "body": ""}}
     assert "its engine is dead or hangs" in found(dead)["server"].found
 
 
-def test_an_engine_core_that_hangs_is_told_although_health_says_200():
+def test_a_hanging_engine_core_is_reported_although_health_returns_200():
     hung = healthy() | {"/weight_info": {"problem": "does not answer within 5 s"}}
     findings = found(hung)
     assert wrong(findings) == ["control routes"]
@@ -95,14 +95,14 @@ def test_an_engine_core_that_hangs_is_told_although_health_says_200():
 @pytest.mark.parametrize(
     ("status", "remedy"), [(401, "--key"), (403, "right --key"), (404, "doctor")]
 )
-def test_control_routes_that_do_not_open_come_with_the_way_in(status, remedy):
+def test_rejecting_control_routes_are_reported_with_the_remedy(status, remedy):
     closed = healthy() | {"/weight_info": {"status": status, "body": {}}}
     finding = found(closed)["control routes"]
     assert finding.state is State.WRONG
     assert remedy in (finding.remedy or "")
 
 
-def test_routes_on_a_port_of_their_own_are_told_from_none():
+def test_control_routes_on_another_port_are_distinguished_from_missing_ones():
     none = healthy() | {"/weight_info": {"status": 404, "body": {}}}
     elsewhere = none | {"/metrics": ok('vllm:inflight_epoch{engine="0"} 3.0')}
     for closed, what in ((none, "there are none"), (elsewhere, "of their own")):
@@ -112,7 +112,7 @@ def test_routes_on_a_port_of_their_own_are_told_from_none():
     assert "without vLLM in-flight" not in (finding.remedy or "")
 
 
-def test_an_update_that_grows_is_a_note():
+def test_an_update_in_progress_is_a_note():
     more = [{"bytes": 900}, {"bytes": 300}]
     finding = found(updating(), updating(ranks=more))["update"]
     assert finding.state is State.NOTE
@@ -130,17 +130,17 @@ def test_an_update_that_stands_still_is_wrong_and_says_how_long_and_until_when()
     assert "/abort_weight_update" in (finding.remedy or "")
 
 
-def test_an_update_whose_ranks_stand_still_is_told_from_one_without_a_trainer():
+def test_an_update_stalled_by_its_ranks_is_distinguished_from_one_without_a_trainer():
     finding = found(updating(waits_for="ranks"))["update"]
     assert "it waits for its ranks" in finding.found
     assert "server's log" in (finding.remedy or "")
 
 
-def test_another_update_than_before_does_not_stand_still():
+def test_an_update_that_replaced_the_one_seen_before_does_not_count_as_stalled():
     assert found(updating(update_id="old"), updating())["update"].state is State.NOTE
 
 
-def test_a_staged_update_that_nobody_commits_is_wrong():
+def test_a_staged_update_that_no_client_commits_is_wrong():
     finding = found(updating(phase="staged"))["update"]
     assert finding.state is State.WRONG
     assert "/finish_weight_update" in (finding.remedy or "")
@@ -174,13 +174,13 @@ def test_a_failed_update_comes_with_its_reason_and_remedy():
     ("phase", "state"),
     [("committed", State.GOOD), ("rolled_back", State.NOTE), ("aborted", State.NOTE)],
 )
-def test_an_update_that_ended_as_somebody_wished_is_not_wrong(phase, state):
+def test_an_update_that_ended_on_request_is_not_wrong(phase, state):
     outcomes = [{"update_id": "u", "phase": phase}]
     finding = found(healthy(weight_update={"active": None, "outcomes": outcomes}))
     assert finding["update"].state is state
 
 
-def test_a_pause_without_a_lease_is_wrong_and_says_whose_it_is_and_who_waits():
+def test_a_pause_without_a_lease_is_wrong_and_reported_with_owner_and_request_counts():
     finding = found(healthy(is_paused=PAUSED | {"owner": "rl-0"}))["decoding"]
     assert finding.state is State.WRONG
     assert "by rl-0, without a lease" in finding.found
@@ -196,7 +196,7 @@ def test_a_pause_with_a_lease_is_a_note():
     assert "for 9 s unless renewed" in finding.found
 
 
-def test_engines_that_serve_different_versions_are_told():
+def test_engines_that_serve_different_versions_are_reported():
     two = healthy(num_engines=2)
     assert wrong(found(two)) == []
     served = [SERVED, SERVED | {"weight_version": "v2", "digest": "cd"}]
@@ -207,13 +207,13 @@ def test_engines_that_serve_different_versions_are_told():
     assert "1: 'v2'" in findings["weights"].found
 
 
-def test_a_digest_that_is_not_known_is_told_in_words():
+def test_an_unknown_digest_is_reported_in_words():
     first = SERVED | {"weight_version": "default", "epoch": 0, "digest": None}
     told = found(healthy(weight_info=first))["weights"].found
     assert told == "'default' (epoch 0, digest unknown)"
 
 
-def test_weights_that_a_scrub_found_to_be_others_are_told():
+def test_weights_that_differ_in_a_scrub_are_reported():
     scrub = {"result": "different", "different": ["model.norm.weight"]}
     findings = found(healthy(weight_info=SERVED | {"scrub": scrub}))
     assert wrong(findings) == ["weights"]
@@ -222,14 +222,14 @@ def test_weights_that_a_scrub_found_to_be_others_are_told():
     assert wrong(found(healthy(weight_info=SERVED | {"scrub": scrub}))) == []
 
 
-def test_weights_that_are_asleep_are_a_note_and_how_to_wake_them():
+def test_sleeping_weights_are_a_note_that_says_how_to_wake_them():
     finding = found(healthy(weight_info=SERVED | {"weights": "asleep"}))["weights"]
     assert finding.state is State.NOTE
     assert finding.found.startswith("asleep; served last was 'v1'")
     assert "Wake the engine up" in finding.remedy
 
 
-def test_engines_are_told_apart():
+def test_findings_name_the_engine_that_they_concern():
     two = healthy(num_engines=2)
     two["/is_paused"] = ok(RUNNING | {"engines": [RUNNING, PAUSED]})
     findings = found(two)
@@ -253,7 +253,7 @@ def test_an_address_without_a_server_exits_with_2_and_no_traceback(capsys):
     assert "whether a server runs there" in told
 
 
-def test_an_address_that_cannot_be_is_not_told_to_run_a_server(capsys):
+def test_an_invalid_server_url_is_reported_on_one_line(capsys):
     assert main.main(["doctor", "--url", "ftp://localhost"]) == 2
     told = "a server's URL begins with http://, got 'ftp://localhost'.\n"
     assert capsys.readouterr().err == told
@@ -280,7 +280,7 @@ KEYS_THAT_CANNOT_BE = ("s3crét", "s3\ncret", " s3cret", "s3cret ", "s3cret\t")
         *(["http://127.0.0.1:1", "--key", key] for key in KEYS_THAT_CANNOT_BE),
     ],
 )
-def test_an_address_or_a_key_that_cannot_be_is_2_and_no_traceback(capsys, words):
+def test_an_invalid_url_or_key_exits_with_2_and_no_traceback(capsys, words):
     assert main.main(["doctor", "--url", *words]) == 2
     told = capsys.readouterr()
     assert told.err.count("\n") == 1 and not told.out
@@ -307,7 +307,7 @@ def test_a_wait_has_to_be_positive_and_finite(capsys, seconds):
     ],
     ids=["an object", "a line", "a page", "none", "a list"],
 )
-def test_a_version_that_is_not_told_is_no_traceback(reply):
+def test_a_server_that_does_not_report_its_version_causes_no_traceback(reply):
     other = healthy() | {"/version": reply, "/metrics": reply}
     findings = found(other)
     assert findings["vLLM"].found == "its version is not told"

@@ -51,7 +51,7 @@ def test_a_field_that_is_needed_is_named():
         call_from_dict(LeaveGroup.name, {})
 
 
-def test_a_start_is_known_by_the_fields_that_were_given():
+def test_the_identity_of_a_start_consists_of_the_fields_that_were_given():
     start = StartUpdate("u", allow_nonfinite=False, fingerprint="f")
     said = {"update_id": "u", "allow_nonfinite": False, "transport": "configured"}
     assert start.said() == said

@@ -58,7 +58,7 @@ def encode(manager: EncoderCacheManager, request: Request) -> bool:
     return False
 
 
-def test_names_are_of_a_root_and_equal_upstreams_at_the_first():
+def test_encoder_output_names_differ_by_namespace_and_are_upstreams_in_the_first():
     policy, request = NamespacePolicy(), asking("cat", "dog")
     policy.plant(request, CacheNamespace(0))
     assert names(request) == ["cat", "dog"]
@@ -78,7 +78,7 @@ def test_the_samples_of_one_prompt_do_not_rename_each_others_items():
     assert names(second) == ["cat"] != names(first)
 
 
-def test_a_request_that_resumes_has_names_that_its_worker_is_told():
+def test_a_resumed_requests_new_encoder_output_names_reach_its_worker():
     request, plain = asking("cat", "dog"), asking()
     NamespacePolicy().plant(request, CacheNamespace(1))
     known = SimpleNamespace(mm_features=request.mm_features)
@@ -93,7 +93,7 @@ def test_a_request_that_resumes_has_names_that_its_worker_is_told():
     assert [item.mm_hash for item in known.mm_features] == ["cat", "dog"]
 
 
-def test_a_step_in_which_nothing_resumes_tells_no_names():
+def test_a_step_without_resumed_requests_sends_no_encoder_output_names():
     output = SimpleNamespace(
         scheduled_cached_reqs=SimpleNamespace(resumed_req_ids=set())
     )
@@ -129,7 +129,7 @@ def test_a_cache_that_keeps_nothing_has_nothing_to_drop():
     assert encoder_cache.drop_idle(EncoderDecoderCacheManager(SIZE)) == 0
 
 
-def test_a_request_has_the_names_of_its_root_when_it_is_hashed():
+def test_a_request_is_hashed_with_the_encoder_output_names_of_its_namespace():
     item = asking("cat").mm_features[0]
     adapters = SimpleNamespace(load_of=lambda _: 0)
     state, scheduler = ServingState.__new__(ServingState), SimpleNamespace()

@@ -43,12 +43,12 @@ def paths(recipe: Recipe | None) -> list[tuple[str | None, str | None]] | None:
     return [(step["path"], step["draft_path"]) for step in recipe]
 
 
-def test_whole_weights_need_nothing_from_before() -> None:
+def test_the_recipe_of_a_whole_version_has_one_step() -> None:
     for before in ((), None, made((), "a")):
         assert paths(made(before, "b")) == [("b", None)]
 
 
-def test_a_subset_goes_on_top_of_what_it_was_sent_to() -> None:
+def test_the_recipe_of_a_subset_extends_the_recipe_of_its_base() -> None:
     whole = made((), "a")
     assert paths(made(whole, "b", subset=("*.mlp.*",))) == [("a", None), ("b", None)]
     assert made(None, "b", subset=("*.mlp.*",)) is None
@@ -60,7 +60,7 @@ def test_a_version_that_did_not_come_from_files_cannot_be_restored() -> None:
     assert paths(made(streamed, "b")) == [("b", None)]
 
 
-def test_a_model_and_its_drafter_are_each_had_from_where_they_came_last() -> None:
+def test_model_and_drafter_are_each_restored_from_their_last_source() -> None:
     both = made((), "a", "d", has_drafter=True)
     assert paths(both) == [("a", "d")]
     again = made(both, "b", has_drafter=True)
@@ -77,7 +77,7 @@ def test_a_model_and_its_drafter_are_each_had_from_where_they_came_last() -> Non
 
 
 @pytest.mark.parametrize("ends", [(Phase.ABORTED,), (Phase.STAGED, Phase.COMMITTED)])
-def test_of_an_update_that_has_ended_no_names_are_kept(ends: tuple[Phase, ...]) -> None:
+def test_an_ended_update_keeps_no_tensor_names(ends: tuple[Phase, ...]) -> None:
     ledger = Ledger()
     names = {"format": 1, "name_map": {"a": "b"}}
     update, _ = ledger.start(StartUpdate(source="/models/new", manifest=names), 60.0)
@@ -88,7 +88,7 @@ def test_of_an_update_that_has_ended_no_names_are_kept(ends: tuple[Phase, ...]) 
     assert update.source == "/models/new"
 
 
-def test_a_recipe_ends_somewhere() -> None:
+def test_a_recipe_has_a_maximum_length() -> None:
     recipe: Recipe | None = ()
     for _ in range(MAX_STEPS):
         recipe = made(recipe, "b", subset=("x",))
@@ -107,7 +107,7 @@ def journal(path: Path, index: int = 0, rank: int = 0) -> Journal:
     return Journal(config)
 
 
-def test_the_last_note_is_found_again(tmp_path: Path) -> None:
+def test_the_last_journal_entry_is_read_back_after_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "served.json"
     first = journal(path)
     assert first.told()["found"] is None
@@ -120,7 +120,7 @@ def test_the_last_note_is_found_again(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["served.json"]
 
 
-def test_on_a_slow_disk_the_last_note_is_written_all_the_same(
+def test_the_last_journal_entry_is_written_on_a_slow_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, replace = tmp_path / "served.json", journals._replace
@@ -164,7 +164,9 @@ NOTED = {"model": "m", "weight_version": "v", "step": None, "digest": "d"}
     ],
     ids=str.__len__,
 )
-def test_another_file_is_refused_and_kept(tmp_path: Path, content: str) -> None:
+def test_a_file_that_is_not_a_journal_is_rejected_and_kept(
+    tmp_path: Path, content: str
+) -> None:
     path = tmp_path / "precious"
     path.write_text(content)
     with pytest.raises(ConfigError, match=f"{path} is not a journal"):
@@ -172,12 +174,12 @@ def test_another_file_is_refused_and_kept(tmp_path: Path, content: str) -> None:
     assert path.read_text() == content
 
 
-def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+def test_a_journal_path_that_cannot_be_written_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none/served\.json cannot be read and"):
         journal(tmp_path / "none" / "served.json")
 
 
-def test_a_note_that_is_no_json_is_told_and_the_next_one_is_written(
+def test_an_entry_that_cannot_be_serialised_is_reported_and_the_next_is_written(
     tmp_path: Path,
 ) -> None:
     noting = journal(tmp_path / "served.json")
@@ -189,7 +191,7 @@ def test_a_note_that_is_no_json_is_told_and_the_next_one_is_written(
     assert "v2" in (tmp_path / "served.json").read_text()
 
 
-def test_a_note_that_cannot_be_written_holds_nothing_up_and_is_told(
+def test_an_entry_that_cannot_be_written_is_reported_and_blocks_nothing(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "gone"

@@ -50,7 +50,7 @@ def brought_to(ledger: Ledger, phase: Phase, update_id: str = "u") -> Update:
 
 
 @pytest.mark.parametrize("phase", Phase)
-def test_the_same_id_and_body_is_the_same_update_however_it_stands(phase):
+def test_a_start_with_the_same_id_and_body_returns_the_update_in_any_phase(phase):
     ledger = Ledger()
     update = brought_to(ledger, phase)
     again, is_new = ledger.start(StartUpdate("u"), 1.0)
@@ -68,7 +68,7 @@ def test_the_same_id_with_another_body_is_a_conflict(phase):
     assert "another body" in str(refusal.value)
 
 
-def test_an_update_without_an_id_gets_one_of_its_own():
+def test_an_update_started_without_an_id_gets_a_new_id():
     ledger = Ledger()
     ids = set()
     for _ in range(3):
@@ -80,12 +80,12 @@ def test_an_update_without_an_id_gets_one_of_its_own():
 
 
 @pytest.mark.parametrize("update_id", ["", 0, 3, ["u"], {"u": 1}, True, "x" * 129])
-def test_an_id_that_cannot_be_one_is_refused(update_id):
+def test_an_invalid_update_id_is_rejected(update_id):
     with pytest.raises(Malformed, match="update_id"):
         Ledger().start(StartUpdate(update_id), 60.0)
 
 
-def test_a_body_that_is_refused_leaves_no_trace():
+def test_a_rejected_start_leaves_no_trace_in_the_ledger():
     ledger = Ledger()
     for body in ({"weight_version": ""}, {"manifest": []}):
         with pytest.raises(Malformed):
@@ -98,7 +98,7 @@ def test_a_body_that_is_refused_leaves_no_trace():
 
 
 @pytest.mark.parametrize("phase", [Phase.OPEN, Phase.STAGING, Phase.STAGED])
-def test_while_one_is_under_way_no_other_begins(phase):
+def test_no_second_update_starts_while_one_is_active(phase):
     ledger = Ledger()
     first = brought_to(ledger, phase)
     with pytest.raises(UpdateBusy) as refusal:
@@ -108,7 +108,7 @@ def test_while_one_is_under_way_no_other_begins(phase):
 
 
 @pytest.mark.parametrize("phase", [Phase.COMMITTED, Phase.ABORTED, Phase.ROLLED_BACK])
-def test_after_the_end_the_next_begins(phase):
+def test_an_update_can_start_after_the_last_one_has_ended(phase):
     ledger = Ledger()
     brought_to(ledger, phase)
     assert ledger.active is None
@@ -116,7 +116,7 @@ def test_after_the_end_the_next_begins(phase):
     assert ledger.active is ledger.find(None) is other
 
 
-def test_of_many_that_begin_at_once_one_does():
+def test_only_one_of_many_simultaneous_starts_succeeds():
     ledger = Ledger()
     barrier = threading.Barrier(8)
     outcomes: list[str] = []
@@ -150,7 +150,7 @@ def test_serials_grow_and_are_never_used_twice():
 
 @pytest.mark.parametrize("phase", Phase)
 @pytest.mark.parametrize("to", Phase)
-def test_a_move_is_made_if_and_only_if_it_is_in_the_table(phase, to):
+def test_a_phase_changes_if_and_only_if_the_transition_is_in_the_table(phase, to):
     ledger = Ledger()
     update = brought_to(ledger, phase)
     assert ledger.move(update, to) is (to in MOVES[phase])
@@ -165,7 +165,7 @@ def test_a_move_that_is_not_made_changes_nothing():
     assert update.to_dict() == before
 
 
-def test_a_failure_is_told_to_whoever_goes_on():
+def test_a_failed_update_returns_its_error_to_later_calls():
     ledger = Ledger()
     update = brought_to(ledger, Phase.STAGING)
     ledger.move(update, Phase.ABORTED, DeadlineExceeded("late"))
@@ -180,7 +180,7 @@ def test_a_failure_is_told_to_whoever_goes_on():
     }
 
 
-def test_a_call_in_the_wrong_phase_says_which_it_needs():
+def test_a_call_in_the_wrong_phase_names_the_phases_that_the_call_needs():
     ledger = Ledger()
     brought_to(ledger, Phase.STAGING)
     with pytest.raises(WrongPhase, match=r"is staging.*needs it staged or committed"):
@@ -209,7 +209,7 @@ def test_an_id_that_is_no_string_is_malformed(update_id):
         Ledger().find(update_id)
 
 
-def test_without_an_id_the_update_that_is_open_is_meant_and_no_other():
+def test_a_call_without_an_id_refers_to_the_active_update_only():
     ledger = Ledger()
     with pytest.raises(WrongPhase, match="no weight update was started"):
         ledger.find(None)

@@ -27,9 +27,7 @@ def ranks():
     return SimpleNamespace(statuses=lambda: [Status()], cancel=lambda serial: None)
 
 
-def test_an_update_that_begins_while_the_last_one_is_let_go_is_looked_after(
-    ranks, monkeypatch
-):
+def test_an_update_that_starts_while_the_last_one_ends_is_monitored(ranks, monkeypatch):
     ended, ledger = [], Ledger()
     watch = UpdateMonitor(ranks, ledger, lambda _, error: ended.append(error))
     first, _ = ledger.start(StartUpdate("first"), 60.0)
@@ -89,7 +87,7 @@ def test_waiting_calls_fail_when_an_engine_shuts_down(ranks):
         answer.result(timeout=30)
 
 
-def test_a_refusal_waits_for_what_other_ranks_say_and_not_for_long(ranks, monkeypatch):
+def test_a_rejection_waits_for_those_of_other_ranks_up_to_a_limit(ranks, monkeypatch):
     assert watch_module.MORE_S <= 1
 
     def refusal(name: str) -> Status:
@@ -120,7 +118,7 @@ def test_a_refusal_waits_for_what_other_ranks_say_and_not_for_long(ranks, monkey
         watch.close()
 
 
-def test_a_waiter_that_has_cancelled_keeps_nobody_else_waiting(ranks):
+def test_a_cancelled_waiter_does_not_block_other_waiters(ranks):
     ledger = Ledger()
     watch = UpdateMonitor(ranks, ledger, lambda *_: None)
     update, _ = ledger.start(StartUpdate("one"), 60.0)
@@ -133,7 +131,7 @@ def test_a_waiter_that_has_cancelled_keeps_nobody_else_waiting(ranks):
     watch.close()
 
 
-def test_an_update_whose_ranks_cannot_be_told_has_ended_for_whoever_waits(ranks):
+def test_waiters_are_answered_although_the_ranks_could_not_be_cancelled(ranks):
     def fail(serial):
         raise ValueError("the board is closed")
 

@@ -77,12 +77,12 @@ def test_a_cancellation_by_a_rank_is_not_a_cancellation_by_the_engine():
     ranks.close()
 
 
-def test_ranks_that_cannot_go_back_stop_the_engine():
+def test_a_failed_flip_that_ranks_cannot_undo_stops_the_engine():
     with pytest.raises(SystemExit, match="may mix two versions"):
         flip([GOOD, BAD], [BAD, GOOD])
 
 
-def test_a_rank_that_lost_its_weights_stops_the_engine_even_if_all_did():
+def test_a_rank_that_lost_its_weights_stops_the_engine():
     with pytest.raises(SystemExit, match="lost"):
         flip([TORN, TORN])
 
@@ -151,7 +151,7 @@ def test_a_rank_on_another_host_keeps_updates_out_and_not_the_engine(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [Kind(), Kind(is_ordered=False)])
-def test_orders_go_out_whether_or_not_their_replies_are_read(kind):
+def test_commands_are_sent_although_their_replies_are_not_read(kind):
     class Reply:
         """Upstream's under Ray is never done, and reads no list."""
 
@@ -176,7 +176,7 @@ def test_orders_go_out_whether_or_not_their_replies_are_read(kind):
     ("is_ordered", "num_ranks", "is_refused"),
     [(True, 2, False), (False, 1, False), (False, 2, True)],
 )
-def test_a_drafter_that_lags_behind_keeps_updates_out(
+def test_a_drafter_that_reads_weights_out_of_order_blocks_updates(
     has, is_ordered, num_ranks, is_refused
 ):
     class Drafting(Executor):
@@ -189,7 +189,7 @@ def test_a_drafter_that_lags_behind_keeps_updates_out(
     ranks.close()
 
 
-def test_a_worker_tells_a_lost_set_from_a_flip_that_did_nothing():
+def test_a_worker_distinguishes_lost_weights_from_a_flip_that_changed_nothing():
     class Stager:
         error: Exception = ArenaTorn("lost")
 
@@ -209,7 +209,7 @@ def stream(waited: list[str], name: str) -> Any:
 
 @pytest.mark.parametrize("has_stepped", [True, False])
 @pytest.mark.parametrize("is_busy", [True, False])
-def test_while_a_version_is_staged_only_the_steps_are_waited_for(
+def test_a_synchronization_during_staging_waits_only_for_the_step_stream(
     monkeypatch, is_busy, has_stepped
 ):
     """A broadcast stands on the device for as long as its trainer is silent."""
@@ -258,7 +258,7 @@ def missing(*names: str) -> WeightsMismatch:
     return rejection({}, {}, [], names, {}, num_asked=8)
 
 
-def test_one_refusal_names_what_each_rank_has_refused():
+def test_one_rejection_names_the_tensors_that_each_rank_rejected():
     first, second = missing("a", "b"), missing("b", "c")
     error = verdict([failed(first), failed(second)], 1)
     assert isinstance(error, WeightsMismatch)
@@ -291,7 +291,7 @@ def test_a_tensor_that_no_rank_uses_is_reported_with_the_missing_tensors():
     assert "no parameter is filled by fused" in str(error)
 
 
-def test_a_fault_of_one_rank_is_no_refusal_whatever_others_refuse():
+def test_a_fault_of_one_rank_outweighs_rejections_by_other_ranks():
     error = verdict([failed(missing("a")), failed(EngineFault("it broke"))], 1)
     assert isinstance(error, EngineFault)
     # And one of which not all names fitted the board is told as it came.
@@ -301,7 +301,7 @@ def test_a_fault_of_one_rank_is_no_refusal_whatever_others_refuse():
     assert str(error) == str(missing("a"))
 
 
-def test_ranks_that_received_different_weights_are_told_apart():
+def test_ranks_that_received_different_weights_are_reported_with_their_digests():
     statuses = [
         Status(1, sent=digest, digest=digest, unfilled=[]) for digest in ("1a", "2b")
     ]

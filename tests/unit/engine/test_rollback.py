@@ -5,7 +5,7 @@ from vllm.inflight.engine.update.ledger import Ledger
 from vllm.inflight.update import Phase
 
 
-def test_two_rollbacks_tell_each_update_as_it_stands_and_count_no_second_commit():
+def test_repeated_rollbacks_keep_the_phase_of_each_update_and_count_no_new_commit():
     ledger = Ledger()
     first = brought_to(ledger, Phase.COMMITTED, "first")
     second = brought_to(ledger, Phase.COMMITTED, "second")

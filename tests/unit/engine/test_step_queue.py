@@ -19,7 +19,7 @@ def interrupted() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def test_the_end_of_an_engine_ends_whoever_steps_and_whoever_asks():
+def test_the_end_of_an_engine_is_raised_to_steps_and_queued_calls():
     turns = StepQueue()
 
     def stop() -> None:
@@ -43,7 +43,7 @@ def test_an_error_of_a_queued_call_goes_to_its_caller_and_steps_go_on():
         assert future.done()
 
 
-def test_ctrl_c_comes_after_a_turn_and_not_into_the_middle_of_it():
+def test_a_ctrl_c_during_a_queued_call_is_raised_after_the_call():
     turns, done = StepQueue(), []
 
     def switch() -> str:
@@ -74,7 +74,7 @@ def test_a_second_ctrl_c_ends_a_turn_that_does_not_end():
     assert isinstance(future.exception(), KeyboardInterrupt)
 
 
-def test_a_thread_acts_itself_between_two_steps_of_one_that_never_pauses():
+def test_a_thread_can_act_between_the_steps_of_a_thread_that_never_pauses():
     turns, steps, is_over = StepQueue(), [0], threading.Event()
     acted: list[tuple[int, int]] = []
 
@@ -101,7 +101,7 @@ def test_a_thread_acts_itself_between_two_steps_of_one_that_never_pauses():
     assert all(before == after for before, after in acted)
 
 
-def test_a_thread_acts_itself_where_nobody_steps_and_inside_a_turn():
+def test_a_thread_can_act_at_once_if_no_thread_steps_or_inside_a_queued_call():
     turns, done = StepQueue(), []
 
     def nested() -> None:
@@ -128,7 +128,7 @@ def twice() -> None:
         signal.raise_signal(signal.SIGINT)
 
 
-def test_no_ctrl_c_comes_into_what_has_to_happen_whole():
+def test_a_section_marked_as_whole_is_not_interrupted_by_ctrl_c():
     turns, done = StepQueue(), []
 
     def switch() -> str:
@@ -147,7 +147,7 @@ def test_no_ctrl_c_comes_into_what_has_to_happen_whole():
     assert done[1:] == ["and on"]
 
 
-def test_a_second_ctrl_c_ends_a_wait_inside_of_it():
+def test_a_second_ctrl_c_interrupts_a_wait_inside_a_queued_call():
     turns = StepQueue()
 
     def switch() -> None:
@@ -163,7 +163,7 @@ def test_a_second_ctrl_c_ends_a_wait_inside_of_it():
     assert isinstance(future.exception(), KeyboardInterrupt)
 
 
-def test_ctrl_c_comes_after_what_another_call_does_between_two_steps():
+def test_a_ctrl_c_is_raised_after_another_threads_call_between_two_steps():
     turns, done = StepQueue(), []
     with pytest.raises(KeyboardInterrupt), turns.between():
         signal.raise_signal(signal.SIGINT)
@@ -171,6 +171,6 @@ def test_ctrl_c_comes_after_what_another_call_does_between_two_steps():
     assert done == ["to its end"]
 
 
-def test_outside_of_a_turn_ctrl_c_is_nobodys_business():
+def test_a_ctrl_c_outside_of_queued_calls_is_raised_at_once():
     with pytest.raises(KeyboardInterrupt), whole():
         signal.raise_signal(signal.SIGINT)

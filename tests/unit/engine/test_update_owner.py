@@ -14,7 +14,7 @@ def begun(ledger: Ledger, **body: str) -> Update:
 
 
 @pytest.mark.parametrize("update_id", ["u", None])
-def test_another_owner_finds_an_update_that_is_not_its_own(update_id):
+def test_an_update_is_rejected_to_a_caller_that_is_not_its_owner(update_id):
     ledger = Ledger()
     update = begun(ledger, owner="trainer")
     for owner in ("trainer", None):
@@ -23,7 +23,7 @@ def test_another_owner_finds_an_update_that_is_not_its_own(update_id):
         ledger.find(update_id, "another")
 
 
-def test_an_owner_has_a_name_of_no_more_characters_than_a_version():
+def test_an_owner_name_has_at_most_512_characters():
     assert check_owner("o" * 512) == "o" * 512
     with pytest.raises(Malformed, match="owner must be a string of 1 to 512") as why:
         check_owner("o" * (1 << 20))

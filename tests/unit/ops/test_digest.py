@@ -53,7 +53,7 @@ def number(text: str) -> int:
 # The definition
 
 
-def test_every_test_vector_of_the_page_comes_out_of_the_native_op():
+def test_the_native_op_and_the_reference_produce_every_test_vector_of_the_page():
     for offset, length, expected in table("| offset | length | digest |"):
         start, size = number(offset), int(length)
         data = torch.tensor([(37 * o + 11) % 256 for o in range(start, start + size)])
@@ -161,12 +161,12 @@ def test_a_view_is_read_in_few_blocks():
     assert digest([seen]) == digest([dense])
 
 
-def test_the_dtype_does_not_enter():
+def test_the_digest_does_not_depend_on_the_dtype():
     tensor = random_tensor(torch.bfloat16, 12, 10)
     assert digest([tensor]) == digest([tensor.view(torch.uint8)])
 
 
-def test_threads_change_nothing():
+def test_the_digest_does_not_depend_on_the_number_of_threads():
     tensors = [random_tensor(torch.bfloat16, n, 1023) for n in (1, 700, 3000, 0, 41)]
     alone = digest(tensors)
     assert alone == [d for t in tensors for d in digest([t])]
@@ -197,7 +197,7 @@ def cuts(draw):
 
 @given(cuts())
 @settings(deadline=None, max_examples=150)
-def test_slices_add_up_however_they_were_cut(cut):
+def test_the_digests_of_slices_add_up_to_the_digest_of_the_tensor(cut):
     tensor, pieces = cut
     for function in (digest_slice, digest_reference):
         parts = [function(piece, tensor.shape, at) for piece, at in pieces]
@@ -246,7 +246,7 @@ def changed(tensor, where, what):
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32], ids=str)
 @pytest.mark.parametrize("accident", ACCIDENTS.values(), ids=ACCIDENTS.keys())
-def test_an_accident_changes_both_sums(accident, dtype):
+def test_typical_corruptions_change_both_sums_of_the_digest(accident, dtype):
     before = torch.arange(2048).mul(37).remainder(101).add(10).to(dtype)
     difference = digest([accident(before)])[0] - digest([before])[0]
     assert difference.a != 0 and difference.b != 0
@@ -263,7 +263,7 @@ def test_every_single_bit_counts():
     assert len({d.hex() for d in digest(flipped)}) == len(flipped)
 
 
-def test_zeros_count_too():
+def test_the_digest_depends_on_the_number_of_zeros():
     sizes = range(1, 200)
     found = digest([torch.zeros(n, dtype=torch.bfloat16) for n in sizes])
     alone = torch.zeros(1, dtype=torch.bfloat16)

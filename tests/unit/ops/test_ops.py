@@ -47,7 +47,7 @@ def test_values_not_finite_in_the_served_dtype_are_counted(dtype, served_as):
     assert both == [int((~tensor.isfinite()).sum()), expected]
 
 
-def test_the_largest_that_rounds_to_a_number_is_one():
+def test_values_that_round_to_a_finite_number_do_not_count_as_nonfinite():
     def first(dtype, served_as):
         bits = torch.tensor(ops.nonfinite_limit(dtype, served_as))
         return bits.to(ops.INTEGERS[dtype.itemsize]).view(dtype).item()
@@ -115,7 +115,7 @@ def test_a_tensor_that_has_no_digest_is_rejected_with_a_remedy(tensor, remedy):
             function(tensor)
 
 
-def test_a_slice_outside_the_whole_is_refused():
+def test_a_slice_outside_the_whole_is_rejected():
     with pytest.raises(ValueError, match=r"\(4,\) at \(3,\) is not inside .*\(6,\)"):
         digest_slice(torch.zeros(4), (6,), (3,))
     with pytest.raises(ValueError, match="not inside"):
@@ -130,7 +130,7 @@ def test_without_the_native_core_the_error_names_the_command(monkeypatch):
         digest([torch.zeros(4)])
 
 
-def test_a_digest_reads_back_what_it_writes():
+def test_a_digest_round_trips_through_hex():
     (found,) = digest([torch.ones(3)])
     assert Digest.from_hex(found.hex()) == found
     assert found - found == Digest.ZERO
@@ -139,7 +139,7 @@ def test_a_digest_reads_back_what_it_writes():
             Digest.from_hex(wrong)
 
 
-def test_a_manifest_digest_depends_on_all_it_names():
+def test_a_manifest_digest_depends_on_every_field_of_its_entries():
     one = ("w", "bfloat16", (2, 3), Digest(1, 2))
     others = [
         ("v", "bfloat16", (2, 3), Digest(1, 2)),

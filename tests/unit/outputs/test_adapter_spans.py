@@ -14,7 +14,7 @@ from vllm.inflight.outputs.spans import as_dicts, decoded
 
 
 @given(st.text().filter(lambda label: label != "["), st.integers(min_value=0))
-def test_loads_travel_in_a_stamp(label: str, epoch: int):
+def test_adapter_loads_round_trip_through_a_stamp(label: str, epoch: int):
     loads = ((label, epoch, 3), ("[", 2, 1))
     stamped = Stamp(label, epoch, loads)
     assert Stamp.decode(stamped.encode()) == stamped
@@ -38,7 +38,7 @@ def test_a_load_of_an_adapter_begins_a_span_for_its_requests_only():
     ]
 
 
-def test_a_stamp_tells_of_adapters_that_requests_have_and_of_no_others():
+def test_a_stamp_contains_only_replaced_adapters_that_requests_use():
     requests: dict[str, Any] = {}
     adapters = Adapters(requests)
     asked = [LoRARequest("x", number, "/x") for number in range(1, 1001)]

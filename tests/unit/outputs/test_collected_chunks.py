@@ -21,7 +21,7 @@ def chunk(token: int, *choices: int, kv: list[VersionSpan] | None) -> RequestOut
     return RequestOutput("r", None, [1, 2], None, outputs, finished=False)
 
 
-def test_chunks_put_together_say_whose_kv_the_last_of_them_read():
+def test_merged_chunks_carry_the_kv_versions_of_the_last_chunk():
     apply_all()
     first = [VersionSpan("old", 0, 2, 1)]
     last = [*first, VersionSpan("new", 2, 3, 2)]
@@ -35,7 +35,7 @@ def test_chunks_put_together_say_whose_kv_the_last_of_them_read():
     }
 
 
-def test_where_nobody_asked_chunks_put_together_say_nothing_of_it():
+def test_merged_chunks_carry_no_kv_versions_unless_requested():
     apply_all()
     collector = RequestOutputCollector(RequestOutputKind.DELTA, "r")
     for token in (7, 8):

@@ -262,7 +262,7 @@ def growing(length: int) -> list[Any]:
     ]
 
 
-async def test_a_line_knows_exactly_the_results_that_went_into_it():
+async def test_each_line_of_a_stream_has_the_spans_of_the_results_in_that_line():
     book, closed = ReplySpans(), []
     source, write = stream(growing(5), closed), lambda results: writer(results, closed)
     lines = [x async for x in labelled(source, book.note_all, write, book)]

@@ -55,7 +55,7 @@ class Executor:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_call_that_fails_on_one_rank_is_not_answered_twice(failing):
+def test_the_answers_to_a_failed_call_are_not_returned_to_the_next_call(failing):
     executor = Executor()
     answers: list[Any] = ["mine", "mine"]
     answers[failing] = ValueError("no")
@@ -92,7 +92,7 @@ def test_a_call_that_was_interrupted_is_not_the_answer_to_the_next(monkeypatch):
     assert executor.ask("another") == ["a", "b"]
 
 
-def test_a_call_of_one_rank_leaves_the_others_alone():
+def test_a_failed_call_to_one_rank_does_not_disturb_the_next_call_to_all():
     executor = Executor()
     executor.ranks[1].put(ValueError("no"))
     with pytest.raises(ValueError, match="no"):

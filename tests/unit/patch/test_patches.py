@@ -121,7 +121,7 @@ def test_the_signature_of_an_override_and_a_private_name_is_in_its_record(record
     assert problem_with(record) is None
 
 
-def test_an_override_or_a_private_name_that_is_gone_is_told(engine):
+def test_a_missing_override_or_private_name_of_upstream_is_reported(engine):
     facts = {"why": "a test", "remove_when": "never"}
     for kind, name, expects, told in (
         (Override, "Core.step", ("self",), "expected"),
@@ -141,7 +141,7 @@ def test_no_attribute_of_ours_is_in_the_signature_of_a_class_of_upstream(record)
     assert problem_with_attribute(record) is None
 
 
-def test_no_file_of_upstream_has_the_name_of_our_attribute_which_no_signature_shows():
+def test_no_file_of_upstream_uses_the_name_of_our_attribute():
     (folder,) = find_spec("vllm").submodule_search_locations
     named = [
         file
@@ -183,7 +183,7 @@ def attribute(target: str, **changes: Any) -> Attribute:
         ("stand_in_engine:Core", {"holds": "stand_in_engine:load"}, "no class"),
     ],
 )
-def test_an_attribute_that_upstream_has_or_has_no_room_for_is_told(
+def test_an_attribute_that_conflicts_with_upstream_is_reported(
     engine, target, changes, told
 ):
     engine.Full = type("Full", (), {"__slots__": ()})
@@ -256,7 +256,7 @@ def test_patching_twice_is_patching_once(patched):
     assert twice == once
 
 
-def test_on_a_gpu_nothing_of_torch_is_changed_and_no_module_of_cpu_workers_imported():
+def test_patching_for_a_gpu_leaves_torch_unchanged():
     """Those replace `torch.cuda.Event`, and what says how much memory a GPU has."""
     done = python(
         """if True:
@@ -359,7 +359,7 @@ def test_a_parameter_that_ray_adds_to_actor_methods_is_no_change(engine):
     assert engine.Core().step(0) == ["ours", 0]
 
 
-def test_a_changed_signature_is_refused_naming_both(engine):
+def test_a_changed_signature_is_rejected_naming_both(engine):
     change = record("Core.step", "self")
     before = engine.Core.step
     with pytest.raises(UpstreamChanged) as refusal:
@@ -371,17 +371,17 @@ def test_a_changed_signature_is_refused_naming_both(engine):
 
 
 @pytest.mark.parametrize("target", ["Core.gone", "Gone.step", "Core.step.deeper"])
-def test_a_target_that_is_gone_is_refused_by_name(engine, target):
+def test_a_target_that_is_gone_is_rejected_by_name(engine, target):
     with pytest.raises(UpstreamChanged, match=r"stand_in_engine:.* is gone"):
         apply(record(target, "self"))
 
 
-def test_a_module_that_is_gone_is_refused_by_name():
+def test_a_module_that_is_gone_is_rejected_by_name():
     with pytest.raises(UpstreamChanged, match="no_such_module"):
         apply(record("", target="vllm.no_such_module:f"))
 
 
-def test_a_name_is_added_only_where_none_is(engine):
+def test_a_method_is_added_only_if_upstream_has_none_of_that_name(engine):
     def ours(self: Any) -> str:
         return "ours"
 
@@ -399,12 +399,12 @@ def test_a_name_is_added_only_where_none_is(engine):
 # Releases
 
 
-def test_the_installed_release_is_one_that_was_tested():
+def test_the_installed_release_is_a_supported_one():
     assert patch.check_release().split("+")[0] in patch.SUPPORTED
 
 
 @pytest.mark.parametrize("found", ["0.31.0", "0.33.0", "0.32.1", "0.32.0rc1", "dev"])
-def test_an_untested_release_is_refused_naming_both(monkeypatch, found):
+def test_an_untested_release_is_rejected_naming_both(monkeypatch, found):
     monkeypatch.setattr("vllm.version.__version__", found)
     monkeypatch.delenv(patch.ALLOW_UNTESTED_ENV, raising=False)
     with pytest.raises(UpstreamChanged) as refusal:
@@ -421,7 +421,7 @@ def test_an_untested_release_can_be_allowed(monkeypatch):
 
 
 @pytest.mark.parametrize("found", ["0.32.0", "0.32.0+cpu", "0.32.0+cu129"])
-def test_a_build_of_the_tested_release_is_welcome(monkeypatch, found):
+def test_a_local_build_of_the_tested_release_is_accepted(monkeypatch, found):
     monkeypatch.setattr("vllm.version.__version__", found)
     monkeypatch.delenv(patch.ALLOW_UNTESTED_ENV, raising=False)
     assert patch.check_release() == found
@@ -450,7 +450,7 @@ def test_vllm_does_not_start_in_an_untested_release():
     assert "0.99.0" in done.stderr.strip().splitlines()[-1]
 
 
-def test_a_controller_made_before_there_is_a_scheduler_says_so():
+def test_a_controller_made_before_the_scheduler_raises_an_error():
     """Upstream may move the step that makes the controller, and keep its signature."""
     with pytest.raises(UpstreamChanged, match="before it has a scheduler"):
         Controller(SimpleNamespace(vllm_config=None, model_executor=None))

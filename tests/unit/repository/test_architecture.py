@@ -137,7 +137,7 @@ def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
     return sorted(map(sorted, groups))
 
 
-def test_circles_are_found():
+def test_import_cycles_are_found():
     arrows = {"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}
     assert circles(arrows) == [["b", "c"]]
 
@@ -323,7 +323,7 @@ def public_api() -> Iterator[object]:
     yield from methods_of_engines.METHODS
 
 
-def test_all_that_users_call_is_documented():
+def test_the_whole_public_api_has_docstrings():
     public = list(public_api())
     public += [
         m for each in public if isinstance(each, type) for m in own_members(each)

@@ -96,7 +96,7 @@ def test_an_answer_counts_only_if_it_ends_and_is_text():
     assert decode([]) is None
 
 
-def test_training_never_sees_a_prompt_of_the_exam():
+def test_training_prompts_never_include_an_exam_prompt():
     rng = random.Random(0)
     seen = {task.draw_prompt(rng) for _ in range(5000)}
     exam = task.draw_exam(rng, 500)
@@ -105,7 +105,7 @@ def test_training_never_sees_a_prompt_of_the_exam():
     assert all(map(task.is_held_out, exam))
 
 
-def test_the_corpus_is_mostly_wrong_but_not_always():
+def test_about_a_third_of_the_corpus_is_correct():
     rng = random.Random(0)
     prompts = [task.draw_prompt(rng) for _ in range(4000)]
     right = sum(task.reward(p, task.demonstrate(p, rng)) for p in prompts)
@@ -130,14 +130,14 @@ def test_wilsons_interval_is_that_of_the_tables():
     assert none.high == pytest.approx(0.2775, abs=1e-4)
 
 
-def test_intervals_that_touch_are_not_told_apart():
+def test_intervals_that_touch_count_as_equal():
     low, high = Interval(0.2, 0.1, 0.3), Interval(0.5, 0.3, 0.7)
     assert not low.is_below(high)
     assert low.is_below(Interval(0.5, 0.31, 0.7))
     assert not high.is_below(low)
 
 
-def test_windows_are_touched_from_both_sides_and_from_around():
+def test_a_window_is_touched_by_every_interval_that_shares_a_point():
     windows = Windows([(5.0, 6.0), (1.0, 2.0), (1.5, 3.0)])
     assert windows.touch(0.0, 1.0)
     assert windows.touch(2.5, 2.6)
@@ -148,7 +148,7 @@ def test_windows_are_touched_from_both_sides_and_from_around():
     assert not Windows([]).touch(0.0, 1.0)
 
 
-def test_a_gap_belongs_to_the_commit_then_to_staging_then_to_nothing():
+def test_a_gap_is_attributed_to_the_commit_or_to_staging_or_to_steady_decoding():
     commit = {"began": 10.0, "committed_at": 11.0}
     near = 11.0 - MARGIN_S
     requests = [
@@ -172,7 +172,7 @@ def test_gaps_lie_between_the_arrivals_of_one_stream():
     assert gaps_of([]) == []
 
 
-def test_a_spread_counts_from_the_shortest():
+def test_a_spread_has_the_percentiles_of_its_values():
     spread = Spread.of(n / 1000 for n in range(100, 0, -1))
     assert spread == Spread(count=100, p50_ms=50, p99_ms=99, max_ms=100)
     assert Spread.of([]).count == 0
@@ -216,7 +216,7 @@ class Uniform:
         return self
 
 
-def test_the_loss_truncates_what_became_likely_and_leaves_out_what_is_old():
+def test_the_loss_truncates_large_ratios_and_excludes_old_answers():
     now = -torch.tensor(2.0 * END).log().item()
     group = [
         answer("25", 1.0, epoch=9, logprob=now - 5),  # much likelier than then

@@ -186,7 +186,7 @@ def test_every_error_says_what_to_do():
     assert silent == [InflightError.code]
 
 
-def test_no_page_has_a_hole():
+def test_no_page_contains_a_placeholder():
     for page in PAGES:
         for word in ("TODO", "TBD", "FIXME", "XXX", "lorem"):
             assert word not in page.read_text(), f"{page.name}: {word}"
@@ -216,5 +216,5 @@ def test_every_error_that_a_page_names_exists():
         "answered with 503 `no_such`",
     ],
 )
-def test_a_code_is_found_however_a_page_names_it(text):
+def test_an_error_code_is_found_in_every_form_that_pages_use(text):
     assert CODE.findall(text) == ["no_such"]

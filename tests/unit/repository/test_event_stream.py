@@ -15,7 +15,7 @@ SENT = [{"number": number, "text": TEXT} for number in range(3)]
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
-def test_every_event_comes_whole_and_as_soon_as_it_is_there(size: int) -> None:
+def test_every_event_is_read_whole_and_as_soon_as_it_arrives(size: int) -> None:
     lines = [json.dumps(event, ensure_ascii=False) for event in SENT]
     data = "".join(f"data: {line}\n\n" for line in (*lines, "[DONE]")).encode()
     num_sent = 0

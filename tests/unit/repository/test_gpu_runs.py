@@ -33,7 +33,7 @@ def test_a_file_that_only_skipped_keeps_its_earlier_run(junit):
     assert runs["tests/gpu/test_engine.py"]["card"] == "H200"
 
 
-def test_the_table_names_every_file_and_no_cpu_test_that_is_not_there():
+def test_the_table_names_every_gpu_test_and_only_existing_cpu_tests():
     text = gpu_runs.gpu_runs()
     for file in (gpu_runs.ROOT / "tests/gpu").glob("test_*.py"):
         assert f"`{file.name}`" in text

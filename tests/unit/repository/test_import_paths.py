@@ -61,7 +61,7 @@ def test_the_transport_exports_what_trainers_need():
         _ = transport.Nothing
 
 
-def test_to_import_the_transport_costs_nothing():
+def test_importing_the_transport_imports_no_other_module():
     # In a process of its own: this one has imported everything by now.
     code = (
         "import sys, vllm; before = set(sys.modules); import vllm.inflight.transport; "

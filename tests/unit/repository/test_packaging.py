@@ -70,7 +70,7 @@ def test_one_wheel_serves_every_python(wheel):
     assert (python_tag, abi_tag) == ("cp310", "abi3")
 
 
-def test_the_source_archive_has_all_to_build_and_no_half_of_the_tests(tmp_path):
+def test_the_source_archive_has_every_build_file_and_no_tests(tmp_path):
     code = "from setuptools.build_meta import build_sdist; build_sdist('.')"
     source = copy_of(ROOT, tmp_path)
     subprocess.run([sys.executable, "-c", code], cwd=source, check=True)
@@ -129,7 +129,7 @@ def test_the_installed_names_are_the_promised_ones():
     assert version("vllm").partition("+")[0] == "0.32.0"
 
 
-def test_upstream_stays_upstream_beside_the_editable_install():
+def test_the_editable_install_leaves_upstreams_package_in_its_place():
     import vllm
 
     import vllm.inflight

@@ -64,7 +64,9 @@ def test_a_model_in_memory_is_sent_as_its_checkpoint(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["mixtral", "llava", "gemma3_mm", "qwen3_vl_moe"])
-def test_a_model_that_was_loaded_is_sent_as_what_it_was_loaded_from(name, tmp_path):
+def test_a_loaded_model_is_sent_as_the_checkpoint_that_it_was_loaded_from(
+    name, tmp_path
+):
     model = made(name)
     publish = SEEING[name].publish if name in SEEING else dict
     published = publish(saved(model, tmp_path))
@@ -91,7 +93,7 @@ def test_a_model_is_converted_a_layer_at_a_time(name, monkeypatch):
     assert sum(sizes) <= sum(p.nbytes for p in model.state_dict().values())
 
 
-def test_nothing_is_copied_of_a_model_that_has_its_checkpoints_names():
+def test_a_model_with_the_names_of_its_checkpoint_is_sent_without_copies():
     model = made("llama")
     found = dict(tensors(model))
     assert found.keys() == dict(model.named_parameters()).keys()
@@ -164,7 +166,9 @@ def test_a_model_that_transformers_cannot_convert_is_rejected_with_a_remedy(
         assert told in str(refused.value)
 
 
-def test_a_transformers_that_does_not_offer_the_conversion_is_told(monkeypatch):
+def test_a_transformers_release_without_name_conversion_is_rejected_if_needed(
+    monkeypatch,
+):
     """Before 5.0, where some models say which names were changed."""
 
     def imported(name: str) -> Any:

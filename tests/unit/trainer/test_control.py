@@ -72,7 +72,7 @@ def test_the_client_sends_its_key_and_names_its_server_in_errors(engine):
     assert engine.key == "Bearer secret"
 
 
-def test_a_server_that_does_not_answer_is_told_of_in_time(engine):
+def test_a_server_that_does_not_answer_is_reported_within_the_timeout(engine):
     engine.faults["/weight_info"] = [STARTING] * 99
     with (
         ControlClient(engine.url, timeout_s=0.3) as client,
@@ -81,7 +81,7 @@ def test_a_server_that_does_not_answer_is_told_of_in_time(engine):
         client.weight_info()
 
 
-def test_status_is_of_one_update_or_of_all(engine, client):
+def test_the_status_call_returns_one_update_or_all(engine, client):
     assert client.status()["active"] is None
     update_id = engine.begin_elsewhere()
     assert client.status()["active"]["update_id"] == update_id
@@ -178,13 +178,13 @@ def test_a_pause_of_a_with_block_has_a_lease(engine, client):
     assert engine.pause is None
 
 
-def test_an_exception_ends_the_pause_too(engine, client):
+def test_an_exception_in_the_block_ends_the_pause(engine, client):
     with pytest.raises(ValueError, match="mine"), client.pause():
         raise ValueError("mine")
     assert engine.pause is None
 
 
-def test_a_pause_that_somebody_continued_is_lost_and_not_begun_again(
+def test_a_pause_that_another_client_ended_is_lost_and_not_started_again(
     engine, client, logged
 ):
     with pytest.raises(PauseLost, match="continued"), client.pause(lease_s=0.3) as it:
@@ -203,7 +203,9 @@ def test_a_pause_that_is_another_owners_now_is_left_alone(engine, client):
     engine.continue_()
 
 
-def test_a_lease_that_ran_out_while_the_server_did_not_answer_is_told(engine, client):
+def test_a_lease_that_expired_while_the_server_was_unreachable_is_reported(
+    engine, client
+):
     with pytest.raises(PauseLost), client.pause(lease_s=0.3):
         engine.faults[IS_PAUSED] = [STARTING] * 5
         until(lambda: not engine.faults[IS_PAUSED])
@@ -211,7 +213,9 @@ def test_a_lease_that_ran_out_while_the_server_did_not_answer_is_told(engine, cl
         engine.pause_state()
 
 
-def test_an_error_of_the_block_counts_and_has_a_note_of_the_lost_pause(engine, client):
+def test_an_exception_in_the_block_is_raised_with_a_note_about_the_lost_pause(
+    engine, client
+):
     with pytest.raises(ValueError) as raised, client.pause():
         engine.continue_()
         raise ValueError("mine")
@@ -261,7 +265,7 @@ async def test_the_same_calls_can_be_awaited(engine):
             await client.wait_for("v9", timeout_s=0.2)
 
 
-async def test_the_event_loop_goes_on_meanwhile(engine):
+async def test_async_calls_do_not_block_the_event_loop(engine):
     engine.delays["/weight_info"] = 0.5
     async with AsyncControlClient(engine.url) as client:
         began = time.monotonic()
@@ -313,7 +317,7 @@ def test_a_publisher_asks_all_of_its_engines(engine, other):
             to.wait_for("v1", timeout_s=0.2)
 
 
-def test_an_update_is_aborted_where_it_is(engine, other):
+def test_an_abort_by_id_reaches_only_the_engine_that_has_the_update(engine, other):
     with publisher([engine, other]) as to:
         update_id = engine.begin_elsewhere()
         assert to.abort(update_id) == {
@@ -367,7 +371,7 @@ def test_a_failed_future_that_was_read_is_raised_nowhere_else(engine):
         assert to.publish("v3").version == "v3"
 
 
-def test_closing_raises_what_nobody_has_read_once(engine):
+def test_closing_a_publisher_raises_an_unread_error_once(engine):
     engine.faults[START] = [VersionConflict("no")]
     to = publisher(engine)
     to.publish("v1", block=False)

@@ -95,7 +95,7 @@ def lasted(publisher: Publisher, error: type[Exception]) -> tuple[float, Excepti
 
 
 @pytest.mark.parametrize("timeout_s", [0.5, 1.5])
-def test_a_publish_to_nobody_lasts_as_long_as_it_may_and_says_so_once(
+def test_a_publish_to_an_unreachable_server_fails_once_its_timeout_has_passed(
     timeout_s, monkeypatch
 ):
     asked = noted(monkeypatch, HttpEngine, "_ask")
@@ -108,7 +108,7 @@ def test_a_publish_to_nobody_lasts_as_long_as_it_may_and_says_so_once(
 
 
 @pytest.mark.parametrize("path", [START, UPDATE, FINISH])
-def test_an_engine_that_falls_silent_costs_a_quarter_more_at_most(
+def test_aborting_on_a_silent_engine_takes_at_most_a_quarter_of_the_timeout(
     engine, path, monkeypatch
 ):
     aborts = noted(monkeypatch, HttpEngine, "abort")
@@ -121,7 +121,7 @@ def test_an_engine_that_falls_silent_costs_a_quarter_more_at_most(
     engine.held[path].set()
 
 
-def test_a_busy_engine_is_asked_for_as_long_as_it_may_be(engine, leaping):
+def test_a_busy_engine_is_retried_until_the_timeout(engine, leaping):
     engine.begin_elsewhere()
     seconds, _ = lasted(publisher(engine, timeout_s=20), UpdateBusy)
     assert 20 - seconds <= sum(leaping) <= 20
@@ -136,7 +136,9 @@ def test_a_publish_to_a_busy_engine_ends_with_that_error(engine, leaping):
     lasted(publisher(engine, timeout_s=20), UpdateBusy)
 
 
-def test_an_engine_that_was_busy_and_is_gone_is_gone(engine):
+def test_an_engine_that_becomes_unreachable_after_being_busy_is_reported_as_unreachable(
+    engine,
+):
     engine.faults[START] = [UpdateBusy("elsewhere"), *[DROP] * 99]
     lasted(publisher(engine, timeout_s=2), EngineUnreachable)
 
@@ -160,7 +162,7 @@ def test_a_reply_that_trickles_does_not_last_longer_than_the_patience(
     assert seconds < 9  # it trickles for ten
 
 
-def test_an_answer_of_somebody_else_is_not_retried(engine):
+def test_a_reply_that_is_not_vllms_is_not_retried(engine):
     engine.faults[START] = [PAGE]
     with publisher(engine) as to, pytest.raises(EngineFault, match="is this a vLLM"):
         to.publish()
@@ -258,7 +260,7 @@ def test_every_engine_has_voted_before_any_commits(engine, other):
         assert future.result().epochs == {engine.url: 1, other.url: 1}
 
 
-def test_if_one_engine_cannot_commit_those_that_did_go_back(engine, other):
+def test_a_failed_commit_on_one_engine_rolls_the_others_back(engine, other):
     with publisher([engine, other]) as to:
         to.publish("good")
         other.faults[FINISH] = [PauseConflict("not now")]
@@ -304,7 +306,7 @@ def test_a_later_version_of_another_trainer_is_not_rolled_back(
     assert len(engine.bodies(ROLLBACK)) == 1
 
 
-def test_while_one_has_yet_to_commit_another_trainer_leaves_the_way_back(engine, other):
+def test_another_trainer_cannot_drop_the_rollback_target_during_a_commit(engine, other):
     theirs = publisher([engine, other], on_busy="skip")
     with publisher([engine, other]) as to, theirs:
         to.publish("good")
@@ -358,7 +360,7 @@ def test_a_failed_undo_is_reported(engine, other):
             to.publish("bad")
 
 
-def test_one_busy_engine_does_not_hold_the_others_up(engine, other):
+def test_a_publish_starts_on_no_engine_until_every_engine_is_free(engine, other):
     other.begin_elsewhere()
     with publisher([engine, other]) as to:
         future = to.publish(block=False)
@@ -388,7 +390,7 @@ def test_a_publish_that_is_given_up_calls_no_engine_any_more(engine, other):
         until(lambda: not any("Pool" in t.name for t in came_since(before)))
 
 
-def test_the_last_try_is_taken_back_with_as_much_patience_as_the_first(engine, leaping):
+def test_the_abort_of_the_last_try_gets_the_same_time_as_the_first(engine, leaping):
     engine.faults[START] = [UpdateBusy("elsewhere", retry_after_s=16.5)]
     engine.held[UPDATE] = threading.Event()
     with publisher(engine, timeout_s=20) as to:

@@ -104,7 +104,7 @@ def test_an_error_of_an_llm_is_raised_with_the_name_of_the_llm_and_a_remedy():
     assert "--weight-transfer-config" in "".join(raised.value.__notes__)
 
 
-def test_two_llms_are_told_apart():
+def test_two_llms_get_distinct_names():
     llms = [Sync(), Sync()]
     with Publisher(llms, weights()) as to:
         assert to.publish().epochs == {"Sync 0": 1, "Sync 1": 1}
@@ -154,7 +154,7 @@ async def test_a_future_of_a_publish_can_be_awaited():
         assert (await asyncio.wrap_future(future)).epoch == 1
 
 
-async def test_a_publish_that_would_block_the_engines_loop_is_refused():
+async def test_a_publish_that_would_block_the_engines_loop_is_rejected():
     engine = Async()
     with Publisher(engine, weights()) as to:
         with pytest.raises(RuntimeError, match=r"block=False.*asyncio\.to_thread"):
@@ -168,7 +168,7 @@ async def test_a_publish_that_does_not_block_may_be_made_on_the_engines_loop():
         assert (await asyncio.wrap_future(future)).epoch == 1
 
 
-async def test_a_third_publish_on_the_engines_loop_is_refused_where_it_would_wait():
+async def test_a_third_publish_is_rejected_on_the_engines_loop_if_it_would_wait():
     release = asyncio.Event()
 
     class Slow(Async):
@@ -189,7 +189,7 @@ async def test_a_third_publish_on_the_engines_loop_is_refused_where_it_would_wai
             assert (await asyncio.wrap_future(future)).epoch == 1
 
 
-async def test_an_exception_on_the_engines_loop_gives_up_without_blocking_it():
+async def test_an_exception_on_the_engines_loop_cancels_the_publish_without_blocking():
     class Stuck(Async):
         async def update_weights(self, *args: Any, **ids: Any) -> dict[str, Any]:
             await asyncio.sleep(60)
@@ -238,12 +238,12 @@ async def test_the_loop_may_be_given_from_another_thread():
     assert await asyncio.to_thread(train) == 1
 
 
-def test_an_async_llm_without_a_loop_is_refused():
+def test_an_async_llm_without_a_loop_is_rejected():
     with pytest.raises(ConfigError, match="loop="):
         Publisher(Async(), weights())
 
 
-def test_a_loop_that_does_not_run_ends_the_patience(monkeypatch):
+def test_a_publish_to_a_loop_that_does_not_run_fails_at_the_timeout(monkeypatch):
     monkeypatch.setattr(coordinator, "SLACK_S", 30)  # the calls end by themselves
     loop = asyncio.new_event_loop()
     with (

@@ -27,7 +27,7 @@ def prefixed(value: float = 1.0, prefix: str = "module.") -> dict[str, torch.Ten
     return {f"{prefix}{name}": tensor for name, tensor in weights(value).items()}
 
 
-def test_names_are_paired_with_those_of_the_model_and_told(engine, logged):
+def test_names_are_paired_with_the_names_of_the_model_and_reported(engine, logged):
     with publisher(engine, prefixed(), name_map="auto") as to:
         outcome = to.publish("v")
     assert engine.served.keys() == weights().keys()
@@ -37,7 +37,7 @@ def test_names_are_paired_with_those_of_the_model_and_told(engine, logged):
         assert f"'module.{name}' as {name!r}" in line
 
 
-def test_names_that_the_model_has_are_left_as_they_are(engine, logged):
+def test_names_that_the_model_has_are_not_changed(engine, logged):
     with publisher(engine, name_map="auto") as to:
         assert to.publish("v").mapped == {}
     assert engine.served.keys() == weights().keys() and logged == []
@@ -50,7 +50,7 @@ def test_an_engine_is_asked_once_for_what_every_version_has(engine, logged):
     assert len(engine.bodies(NAMES)) == 1 and len(logged) == 1
 
 
-def test_without_it_names_are_as_they_are_and_nobody_is_asked(engine):
+def test_names_are_unchanged_and_no_engine_is_asked_if_name_map_is_not_set(engine):
     with publisher(engine, prefixed()) as to:
         assert to.publish().mapped == {}
     assert engine.bodies(NAMES) == [] and engine.served.keys() == prefixed().keys()
@@ -86,7 +86,7 @@ def test_without_it_names_are_as_they_are_and_nobody_is_asked(engine):
         ),
     ],
 )
-def test_a_name_that_means_several_or_none_is_refused_before_anything_is_sent(
+def test_an_ambiguous_or_unmatched_name_is_rejected_before_anything_is_sent(
     engine, names, sent, told
 ):
     engine.names = names
@@ -115,7 +115,7 @@ def test_a_head_that_may_be_tied_is_left_to_the_engine(engine):
     assert "lm_head.weight" in engine.served
 
 
-def test_engines_that_would_pair_otherwise_are_refused(engine, other):
+def test_engines_whose_names_pair_differently_are_rejected(engine, other):
     other.names = {"b.weight": torch.ones(4, 4), "c.weight": torch.ones(3)}
     with (
         publisher([engine, other], prefixed(), name_map="auto") as to,
@@ -145,12 +145,12 @@ def test_an_error_about_names_is_raised_with_the_address_of_the_engine(engine):
         to.publish()
 
 
-def test_another_word_is_refused_at_once(engine):
+def test_an_unknown_name_map_word_is_rejected(engine):
     with pytest.raises(ConfigError, match="'auto', got 'automatic'"):
         publisher(engine, name_map="automatic")
 
 
-async def test_on_the_loop_of_an_engine_its_names_are_asked_for_in_the_background():
+async def test_names_are_queried_in_the_background_on_the_engines_loop():
     class Named(test_engines.Async):
         async def weight_names(self) -> dict[str, Any]:
             await asyncio.sleep(0)
@@ -161,7 +161,7 @@ async def test_on_the_loop_of_an_engine_its_names_are_asked_for_in_the_backgroun
         assert (await asyncio.wrap_future(future)).mapped == {"module.a": "a"}
 
 
-def test_an_engine_that_does_not_tell_its_names_is_unreachable_in_time(engine):
+def test_an_engine_that_does_not_return_its_names_is_reported_as_unreachable(engine):
     engine.held[NAMES] = held = threading.Event()
     with (
         publisher(engine, prefixed(), name_map="auto", timeout_s=1) as to,

@@ -98,7 +98,7 @@ def adapted() -> tuple[Peft, list[Lora]]:
     return Peft(model), layers
 
 
-def test_adapters_that_are_not_merged_are_refused_by_name_with_the_line_to_write():
+def test_adapters_that_are_not_merged_are_rejected_by_name_with_the_line_to_write():
     model, layers = adapted()
     for source in (model, model.get_base_model()):
         with pytest.raises(Malformed, match=r"model\.merge_adapter\(\)") as refused:
@@ -114,7 +114,7 @@ def test_adapters_that_are_not_merged_are_refused_by_name_with_the_line_to_write
         found(model)
 
 
-def test_merged_adapters_are_sent_as_the_model_that_they_were_merged_into():
+def test_merged_adapters_are_sent_as_the_merged_model():
     model, layers = adapted()
     expected = found(mixtral())
     for layer in layers:
@@ -129,7 +129,7 @@ def test_merged_adapters_are_sent_as_the_model_that_they_were_merged_into():
 
 
 @pytest.mark.parametrize("is_off", [False, True])
-def test_of_modules_that_are_saved_whole_the_one_that_is_used_is_sent(is_off):
+def test_the_active_copy_of_a_module_saved_by_peft_is_sent(is_off):
     model = plain()
     trained = nn.Linear(8, 6)
     original = model.layers[1].up
@@ -152,7 +152,7 @@ def test_tokens_that_are_trained_are_sent_in_their_embedding():
     assert same(found(model), found(plain()) | {"embed.weight": model.lm_head.weight})
 
 
-def test_a_prompt_that_was_learned_is_refused():
+def test_a_learned_prompt_is_rejected():
     model = Peft(plain())
     model.prompt_encoder = nn.ModuleDict({"default": nn.Linear(2, 2)})
     with pytest.raises(Malformed, match=r"get_base_model\(\)"):
@@ -236,7 +236,7 @@ def test_named_parameters_of_zero_3_are_gathered_one_by_one(shared):
     assert set(zero.calls) == {1}
 
 
-def test_a_state_dict_of_zero_3_is_refused_with_what_to_give_instead(shared):
+def test_a_state_dict_of_zero_3_is_rejected_with_what_to_give_instead(shared):
     model = plain()
     shared(model)
     with pytest.raises(Malformed, match="publish the module itself") as refused:
@@ -244,7 +244,7 @@ def test_a_state_dict_of_zero_3_is_refused_with_what_to_give_instead(shared):
     assert refused.value.tensors == ["embed.weight"]
 
 
-def test_parameters_that_nothing_can_gather_are_refused_by_name(monkeypatch):
+def test_parameters_that_nothing_can_gather_are_rejected_by_name(monkeypatch):
     model = plain()
     Zero(model)
     monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
@@ -254,7 +254,7 @@ def test_parameters_that_nothing_can_gather_are_refused_by_name(monkeypatch):
 
 
 # ------------------------------------------------------- FSDP's flat parameters
-def test_flat_parameters_that_are_given_without_their_module_are_refused():
+def test_flat_parameters_that_are_given_without_their_module_are_rejected():
     flat = nn.Parameter(torch.zeros(4))
     with pytest.raises(Malformed, match="publish the module itself"):
         found([("_fsdp_wrapped_module._flat_param", flat)])

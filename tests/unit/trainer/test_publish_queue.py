@@ -32,7 +32,7 @@ def test_a_busy_engine_is_waited_for(engine):
         assert future.result().version == "v"
 
 
-def test_waiting_for_a_busy_engine_ends_with_the_patience(engine, leaping):
+def test_a_publish_to_a_busy_engine_fails_at_its_timeout(engine, leaping):
     engine.faults[START] = [UpdateBusy("elsewhere", retry_after_s=8)] * 9
     with publisher(engine, timeout_s=20) as to, pytest.raises(UpdateBusy):
         to.publish()
@@ -72,7 +72,7 @@ def test_a_publish_that_waits_for_a_busy_engine_keeps_its_rate(
     assert not any(one and next_one for one, next_one in pairwise(refused))
 
 
-def test_an_engine_that_takes_no_update_yet_is_not_a_busy_one(engine):
+def test_an_engine_whose_rate_limit_is_used_up_does_not_count_as_busy(engine):
     engine.rate = limited(left=0)
     with publisher(engine, on_busy="skip") as to:
         assert to.publish("v").version == "v"
@@ -115,7 +115,7 @@ def test_a_failure_that_nobody_asks_for_is_logged_before_the_publisher_closes(
     assert len(logged) == 1
 
 
-def test_a_publisher_that_has_closed_has_told_every_future(engine):
+def test_closing_a_publisher_waits_for_the_callbacks_of_every_future(engine):
     told = threading.Event()
 
     def slowly(_: Future[Outcome]) -> None:
@@ -134,7 +134,7 @@ def test_a_busy_engine_is_skipped(engine):
         assert to.publish("v", step=3) == Outcome(version="v", step=3, skipped=True)
 
 
-def test_a_publisher_under_way_skips_without_a_snapshot(engine):
+def test_a_skipped_publish_makes_no_snapshot(engine):
     engine.held[UPDATE] = threading.Event()
     num_read = 0
 
@@ -152,7 +152,7 @@ def test_a_publisher_under_way_skips_without_a_snapshot(engine):
     assert num_read == 2
 
 
-def test_the_latest_replaces_the_one_that_waits(engine):
+def test_a_new_publish_replaces_the_waiting_one_in_mode_latest(engine):
     engine.held[UPDATE] = threading.Event()
     with publisher(engine, on_busy="latest") as to:
         futures = [to.publish(str(number), block=False) for number in range(4)]
@@ -164,7 +164,7 @@ def test_the_latest_replaces_the_one_that_waits(engine):
     assert engine.version["weight_version"] == "3"
 
 
-def test_the_latest_replaces_one_that_waits_for_a_busy_engine(engine):
+def test_a_new_publish_replaces_one_that_waits_for_a_busy_engine(engine):
     engine.begin_elsewhere()
     with publisher(engine, on_busy="latest") as to:
         old = to.publish("old", block=False)
@@ -198,7 +198,7 @@ def test_at_most_two_snapshots_exist(engine):
     assert most <= 2
 
 
-def test_updates_keep_their_distance(engine):
+def test_the_minimum_interval_between_updates_is_kept(engine):
     started = time.monotonic()  # before the first commit
     with publisher(engine, min_interval_s=0.4) as to:
         to.publish()
@@ -245,7 +245,7 @@ def test_a_publish_that_was_not_read_at_close_is_dropped(engine):
     assert engine.calls == [] and parcels() == set()
 
 
-def test_one_that_comes_after_the_last_does_not_replace_it(engine):
+def test_a_publish_rejected_after_close_does_not_replace_the_waiting_one(engine):
     engine.held[UPDATE] = threading.Event()
     to = publisher(engine, on_busy="latest")
     to.publish("first", block=False)

@@ -82,7 +82,7 @@ def test_a_subset_is_declared_and_nothing_else_is_sent(engine):
     assert opening["base_version"] == "whole"
 
 
-def test_a_subset_never_gives_way(engine):
+def test_a_subset_cannot_be_published_in_a_mode_that_may_skip_it(engine):
     for on_busy in ("skip", "latest"):
         with publisher(engine, on_busy=on_busy) as to, pytest.raises(ConfigError):
             to.publish(subset=["a.*"])
@@ -91,7 +91,7 @@ def test_a_subset_never_gives_way(engine):
     assert engine.calls == []
 
 
-def test_two_names_that_become_one_are_refused(engine):
+def test_two_names_that_become_one_are_rejected(engine):
     with publisher(engine, name_map=lambda _: "x") as to, pytest.raises(Malformed):
         to.publish()
     assert engine.calls == []
@@ -112,7 +112,7 @@ def test_a_snapshot_that_fails_gathers_to_the_end_with_the_other_ranks(engine):
 
 
 @pytest.mark.parametrize("digests", [True, False])
-def test_every_tensor_has_its_digest_unless_told_otherwise(engine, digests):
+def test_the_manifest_has_digests_unless_they_are_switched_off(engine, digests):
     with publisher(engine, digests=digests) as to:
         to.publish()
     told = engine.bodies(START)[0]["manifest"]["tensors"]
@@ -127,7 +127,7 @@ def test_the_disk_wire_uses_its_directory_and_cleans_it(engine, tmp_path):
     assert parcels(tmp_path) == set()
 
 
-def test_the_parcel_is_gone_before_the_commit(engine):
+def test_the_snapshot_is_removed_before_the_commit(engine):
     with publisher(engine) as to:
         engine.delays[FINISH] = 0.3
         future = to.publish(block=False)
@@ -137,7 +137,7 @@ def test_the_parcel_is_gone_before_the_commit(engine):
         future.result()
 
 
-def test_progress_goes_from_nothing_to_all_bytes(engine):
+def test_progress_rises_from_zero_to_all_bytes(engine):
     told: list[tuple[str, int, int]] = []
     engine.held["tensor"] = threading.Event()  # until the first bytes have been told of
 
@@ -158,7 +158,7 @@ def test_progress_goes_from_nothing_to_all_bytes(engine):
     assert transfer[-1] == 76
 
 
-def test_an_engine_that_does_not_say_how_far_it_is_has_not_come_to_the_end(
+def test_progress_does_not_reach_the_end_while_the_status_is_unknown(
     engine, monkeypatch
 ):
     asked, told = [], []
@@ -189,7 +189,7 @@ def test_an_error_in_the_progress_callback_gives_the_update_up(engine):
     assert (engine.bodies(FINISH), len(engine.bodies(ABORT))) == ([], 1)
 
 
-def test_an_error_that_is_kept_keeps_no_snapshot(engine):
+def test_an_error_from_the_progress_callback_keeps_no_snapshot(engine):
     def fail(phase: str, *_: int) -> None:
         raise KeyError(phase)
 
@@ -215,7 +215,7 @@ def test_an_error_in_the_progress_callback_after_the_commit_is_logged(engine, lo
 
 
 # ---------------------------------------------------------------------- the door
-def test_the_key_is_the_one_given_or_that_of_the_environment(engine, monkeypatch):
+def test_the_key_is_the_argument_or_else_that_of_the_environment(engine, monkeypatch):
     for key, admin, api, sent in (
         ("given", "admin", "api", "given"),
         (None, "admin", "api", "admin"),
@@ -258,7 +258,7 @@ def test_a_wrong_argument_is_named_at_once(options, named):
     assert "s3cr" not in str(refused.value)
 
 
-def test_a_wrong_mode_or_label_is_refused_before_anything_is_sent(engine):
+def test_a_wrong_mode_or_label_is_rejected_before_anything_is_sent(engine):
     with publisher(engine) as to:
         with pytest.raises(Malformed, match="mode"):
             to.publish(mode="now")

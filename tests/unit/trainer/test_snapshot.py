@@ -65,7 +65,7 @@ def test_a_header_longer_than_its_place_moves_the_tensors(tmp_path, monkeypatch)
     assert equal(load_file(parcel.file), mixed())
 
 
-def test_in_shared_memory_it_is_known_by_its_name():
+def test_a_snapshot_in_shared_memory_is_announced_by_its_file_name():
     parcel = Snapshot.pack([("a", torch.ones(3))])
     assert parcel.update_info == {"shm": parcel.file.name}
     assert parcel.file.parent == SHARED_MEMORY
@@ -97,7 +97,7 @@ def test_the_manifest_tells_shape_dtype_and_digest_of_every_tensor(tmp_path):
     }
 
 
-def test_without_digests_the_manifest_has_none(tmp_path):
+def test_a_manifest_made_without_digests_has_none(tmp_path):
     manifest = Snapshot.pack([("a", torch.ones(2))], tmp_path).manifest(digests=False)
     assert manifest.tensors["a"].digest is None
 
@@ -130,7 +130,7 @@ def test_a_source_that_fails_leaves_no_file(tmp_path):
     assert parcels(tmp_path) == set()
 
 
-def test_without_room_the_error_says_what_to_do(tmp_path, monkeypatch):
+def test_the_error_about_full_shared_memory_names_the_remedy(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "no space left")
 
@@ -200,7 +200,9 @@ def test_the_parcel_of_a_killed_trainer_is_swept_and_that_of_a_living_one_is_not
     alive.remove()
 
 
-def test_in_a_directory_only_what_this_host_has_left_is_swept(tmp_path):
+def test_only_this_hosts_leftover_snapshots_are_removed_from_a_shared_directory(
+    tmp_path,
+):
     left = left_by("kill", str(tmp_path))
     alive = Snapshot.pack([("a", torch.ones(2))], tmp_path)
     elsewhere = tmp_path / f"{room.PREFIX}{'0' * 12}-abc.safetensors"
@@ -212,7 +214,7 @@ def test_in_a_directory_only_what_this_host_has_left_is_swept(tmp_path):
         assert parcels(tmp_path) == {alive.file, elsewhere}
 
 
-def test_a_pipe_that_somebody_left_there_is_not_waited_for():
+def test_the_sweep_of_leftover_snapshots_does_not_wait_for_a_pipe():
     pipe = SHARED_MEMORY / f"{room.PREFIX}pipe-{os.getpid()}"
     os.mkfifo(pipe)
     try:

@@ -92,7 +92,7 @@ def test_views_of_one_memory_are_not_the_same_tensor():
     assert names(source) == ["all", "embed.weight", "lm_head.weight"]
 
 
-def test_names_lose_what_wrappers_of_torch_wrote_into_them():
+def test_names_lose_the_parts_that_torch_wrappers_add():
     model = nn.Sequential(nn.Linear(2, 2, bias=False))
     compiled = torch.compile(model)  # compiles nothing until it is called
     assert names(compiled) == names(compiled.state_dict()) == ["0.weight"]
@@ -109,13 +109,13 @@ def test_a_sharded_tensor_is_gathered():
     assert torch.equal(whole, torch.ones(4))
 
 
-def test_extra_state_is_left_out_and_other_strangers_are_refused():
+def test_extra_state_is_left_out_and_other_non_tensors_are_rejected():
     assert names({"a": torch.ones(1), "block._extra_state": b"x"}) == ["a"]
     with pytest.raises(Malformed, match="'b' has the type list"):
         names({"b": [1.0]})
 
 
-def test_a_source_that_can_be_read_only_once_is_refused():
+def test_a_source_that_can_be_read_only_once_is_rejected():
     with pytest.raises(ConfigError, match="give the callable"):
         check_source(stream())
     with pytest.raises(ConfigError, match="got int"):

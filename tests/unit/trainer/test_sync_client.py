@@ -76,7 +76,7 @@ def test_an_announcement_applies_to_the_next_update_only(engine, client):
     assert "mode" not in engine.bodies(FINISH)[1]
 
 
-def test_an_update_that_was_refused_is_sent_again_as_it_was_announced(engine, client):
+def test_a_rejected_update_is_sent_again_with_the_same_announcement(engine, client):
     client.announce("step-7")
     engine.faults[FINISH] = [WeightsMismatch("missing: b", tensors=["b"])]
     with pytest.raises(WeightsMismatch, match=f"{engine.url}: missing: b") as raised:
@@ -128,7 +128,7 @@ def test_a_commit_whose_reply_never_came_is_found_out_about(
     assert engine.version["weight_version"] == (announced or "update-2")
 
 
-def test_to_join_is_asked_for_once(engine, client):
+def test_a_join_is_never_repeated(engine, client):
     """Made twice, the second call would be refused as busy."""
     engine.faults[INIT] = [LOSE]
     with pytest.raises(EngineUnreachable, match=INIT):
@@ -136,7 +136,7 @@ def test_to_join_is_asked_for_once(engine, client):
     assert len(engine.bodies(INIT)) == 1
 
 
-def test_trying_ends_with_the_patience(engine):
+def test_retries_end_at_the_timeout(engine):
     engine.faults[START] = [DROP] * 100
     with (
         ServerClient(engine.url, timeout_s=0.3) as client,
@@ -145,7 +145,7 @@ def test_trying_ends_with_the_patience(engine):
         client.start_weight_update()
 
 
-def test_an_update_that_its_trainer_left_does_not_keep_the_next_one_out(engine, client):
+def test_an_update_left_by_its_trainer_is_aborted_before_the_next_one(engine, client):
     client.start_weight_update()
     send(client)
     left, sent = (body["update_id"] for body in engine.bodies(START))
@@ -153,7 +153,7 @@ def test_an_update_that_its_trainer_left_does_not_keep_the_next_one_out(engine, 
     assert engine.bodies(FINISH)[0]["update_id"] == sent
 
 
-def test_letting_go_ends_what_failed_first(engine, client, monkeypatch):
+def test_leaving_the_group_aborts_the_failed_update_first(engine, client, monkeypatch):
     """Else the refusal would hide why the trainer lets go."""
     monkeypatch.setattr(
         HttpEngine, "shutdown_transport", lambda *_: engine.begin_elsewhere()
@@ -198,7 +198,7 @@ def test_an_update_of_another_trainer_is_left_alone(engine, client):
     assert engine.version["epoch"] == 1
 
 
-def test_an_update_is_given_up_by_its_id(engine, client):
+def test_an_abort_names_the_update_of_its_client(engine, client):
     client.start_weight_update()
     client.abort_weight_update()
     client.abort_weight_update()
@@ -210,7 +210,7 @@ def test_an_update_is_given_up_by_its_id(engine, client):
         client.abort_weight_update()
 
 
-def test_the_key_is_the_one_given_or_that_of_the_environment(engine, monkeypatch):
+def test_the_key_is_the_argument_or_else_that_of_the_environment(engine, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "api")
     monkeypatch.setenv("VLLM_INFLIGHT_ADMIN_KEY", "admin")
     for given, sent in (("given", "given"), (None, "admin")):
@@ -242,7 +242,7 @@ def test_an_abort_before_a_start_spends_the_budget_of_that_start(engine, monkeyp
     assert aborts[0].args[-1] is starts[1].args[-1]
 
 
-def test_a_client_of_nobody_is_closed_at_once():
+def test_a_client_of_an_unreachable_server_closes_at_once():
     client = ServerClient("http://127.0.0.1:9", timeout_s=0.3)
     with pytest.raises(EngineUnreachable):
         client.start_weight_update()

@@ -33,6 +33,6 @@ def test_a_token_that_no_span_covers_has_no_version():
 
 
 @pytest.mark.parametrize("spans", [DICTS[::-1], [{"version": "a"}], ["a"], [{}]])
-def test_values_that_are_no_spans_are_rejected(spans):
+def test_invalid_version_spans_are_rejected(spans):
     with pytest.raises(Malformed):
         per_token_versions(spans)

@@ -135,15 +135,13 @@ def trainer(host: Host, engine: StandIn, tmp_path: Path) -> Callable[[str], Trai
 
 
 @pytest.mark.parametrize("attempt", range(5))
-def test_a_publisher_that_nobody_closes_has_its_version_served(
-    engine, trainer, attempt
-):
+def test_an_unclosed_publisher_finishes_its_publish_at_exit(engine, trainer, attempt):
     begun = trainer('publisher.publish("last", block=False)')
     assert begun.ends() == (0, [])
     assert engine.version["weight_version"] == "last"
 
 
-def test_a_queued_publish_is_served_though_nobody_closes_the_publisher(engine, trainer):
+def test_a_queued_publish_is_finished_at_exit_without_a_close(engine, trainer):
     engine.delays[UPDATE] = 0.3
     code = """
         publisher.publish("first", block=False)
@@ -194,7 +192,7 @@ def test_an_exception_of_the_training_loop_is_shown_at_once(engine, trainer):
 
 
 @pytest.mark.parametrize("path", [UPDATE, FINISH])
-def test_ctrl_c_gives_up_at_once_what_is_not_committed(engine, trainer, path):
+def test_ctrl_c_aborts_an_uncommitted_publish_at_once(engine, trainer, path):
     engine.held[path] = threading.Event()
     begun = trainer('with publisher: publisher.publish("v")')
     until(lambda: engine.bodies(path))
@@ -243,7 +241,7 @@ def test_a_commit_that_is_under_way_when_an_exception_comes_may_end(
     assert future.result(0).version == engine.version["weight_version"] == "v"
 
 
-def test_closing_tells_what_it_waits_for(engine, logged):
+def test_closing_a_publisher_logs_what_it_waits_for(engine, logged):
     engine.begin_elsewhere()
     to = publisher(engine)
     to.publish("rb", block=False)
@@ -256,7 +254,7 @@ def test_closing_tells_what_it_waits_for(engine, logged):
     assert engine.version["weight_version"] == "rb"
 
 
-def test_a_publish_that_blocks_tells_what_it_waits_for(engine, logged):
+def test_a_blocking_publish_logs_what_it_waits_for(engine, logged):
     engine.faults[START] = ["drop"] * 6
     with publisher(engine) as to:
         to.publish("v")

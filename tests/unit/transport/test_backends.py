@@ -33,7 +33,7 @@ from vllm.inflight.transport.weight_source import Weights
 
 
 @pytest.mark.parametrize("cls", [GlooEngine, NcclEngine, LocalEngine])
-def test_an_engine_is_one_of_upstreams_and_can_be_told_of_a_cancellation(cls):
+def test_every_engine_class_is_one_of_upstreams_and_has_a_cancellation_check(cls):
     assert issubclass(cls, upstream.WeightTransferEngine)
     assert issubclass(cls, StagedEngine)
     assert not cls.__abstractmethods__
@@ -59,19 +59,19 @@ def test_an_engine_is_one_of_upstreams_and_can_be_told_of_a_cancellation(cls):
         ({"colour": "red"}, "colour"),
     ],
 )
-def test_an_init_info_that_cannot_be_is_refused_by_name(changes, named):
+def test_an_invalid_init_info_is_rejected_by_name(changes, named):
     with pytest.raises(ValueError, match=named):
         engine().parse_init_info(init_info(1, **changes))
 
 
-def test_an_init_info_needs_no_more_than_the_trainers_address_and_the_world():
+def test_an_init_info_needs_only_the_trainers_address_and_the_world_size():
     least = {"master_address": HOST, "master_port": 1, "world_size": 2}
     assert GlooEngine.init_info_cls(**least).bucket_bytes == 16 << 20
     assert NcclEngine.init_info_cls(**least).bucket_bytes == 256 << 20
     assert NcclEngine.init_info_cls(**least).terms.wire == "nccl"
 
 
-def test_an_update_info_is_upstreams():
+def test_an_update_info_is_parsed_in_upstreams_format():
     info = engine().parse_update_info(
         {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]]}
     )
@@ -87,7 +87,7 @@ OF_TESTS = {"other"}
 
 
 @pytest.mark.parametrize("backend", REGISTERED)
-def test_a_registered_backend_is_known_to_hand_whole_tensors_or_refused_by_name(
+def test_a_registered_backend_is_known_to_hand_whole_tensors_or_rejected_by_name(
     backend,
 ):
     reason = transports.transport_obstacle(backend)
@@ -114,7 +114,7 @@ class Whole:
         self.given += weights
 
 
-def test_vllms_nccl_backend_hands_whole_tensors_and_leaves_the_process_as_it_is(
+def test_vllms_nccl_backend_hands_over_whole_tensors_and_patches_nothing(
     monkeypatch,
 ):
     """Its packed form, and `ipc`, take a GPU; see the tests there."""
@@ -172,7 +172,7 @@ class Withdrawn(StagedEngine):
         (GlooEngine, False),
     ],
 )
-def test_a_backend_of_somebody_elses_is_taken_at_its_word_and_not_by_its_name(
+def test_a_foreign_backend_is_accepted_only_if_its_class_declares_whole_tensors(
     monkeypatch, kind, is_refused
 ):
     factory = upstream.WeightTransferEngineFactory
@@ -184,7 +184,7 @@ def test_a_backend_of_somebody_elses_is_taken_at_its_word_and_not_by_its_name(
         assert "set hands_whole_tensors = True on the class" in reason
 
 
-def test_a_backend_that_is_not_installed_is_a_reason_and_one_unknown_is_vllms_to_refuse(
+def test_a_backend_that_cannot_be_imported_is_rejected_and_an_unknown_one_left_to_vllm(
     monkeypatch,
 ):
     def missing():
@@ -256,7 +256,7 @@ def begin(client, module, **changes):
     )
 
 
-def test_upstreams_trainer_drives_it(client, module):
+def test_upstreams_trainer_can_drive_our_backend(client, module):
     sending = begin(client, module)
     for _ in range(2):
         sending.send_weights()
@@ -267,7 +267,7 @@ def test_upstreams_trainer_drives_it(client, module):
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_an_engines_refusal_is_what_the_trainer_raises_and_the_next_update_works(
+def test_an_engines_rejection_is_what_the_trainer_raises_and_the_next_update_works(
     client, module, is_late
 ):
     sending = begin(client, module)
@@ -342,7 +342,7 @@ def test_every_backend_has_a_trainer(info, kind, client):
     assert type(made) is kind
 
 
-def test_no_register_of_upstreams_is_looked_into_to_enter_a_trainer():
+def test_entering_a_trainer_uses_no_private_registry_of_upstream():
     for module in (trainer, ipc_trainer):
         assert "._registry" not in inspect.getsource(module)
 
@@ -364,7 +364,7 @@ def test_a_model_in_memory_is_sent_as_its_checkpoint(client):
     assert digests(loaded.items()) == digests(expected.items())
 
 
-def test_a_source_that_can_be_read_only_once_is_refused():
+def test_a_source_that_can_be_read_only_once_is_rejected():
     with pytest.raises(ConfigError, match="only once"):
         Weights(iter([("a", torch.ones(1))]))
 
@@ -378,7 +378,7 @@ def test_a_cpu_engine_has_no_nccl():
 
 
 @pytest.mark.seconds
-def test_the_trainers_end_needs_torch_and_no_vllm():
+def test_the_trainers_end_imports_no_engine_of_vllm():
     code = (
         "import sys\n"
         "import vllm.inflight.transport.buckets.sender, vllm.inflight.transport.group\n"
@@ -396,7 +396,7 @@ def test_the_trainers_end_needs_torch_and_no_vllm():
     assert told.stdout.strip().splitlines()[-1] == "[]"
 
 
-def test_a_trainer_outlived_by_its_worker_connects_anew(client, module):
+def test_a_restarted_trainer_can_connect_to_the_same_worker(client, module):
     first = begin(client, module)
     first.shutdown()
     with pytest.raises(TransferFault, match="has left the group"):

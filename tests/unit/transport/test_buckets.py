@@ -39,7 +39,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_plan_of(name):
+def test_each_case_has_the_expected_bucket_plan(name):
     sizes, expected = CASES[name]
     found = [
         [(p.tensor, p.start, p.place, p.num_bytes) for p in bucket.pieces]

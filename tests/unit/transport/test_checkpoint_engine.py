@@ -118,7 +118,7 @@ def test_a_buffer_that_is_filled_again_and_again_brings_all_tensors(
     ],
     ids=str,
 )
-def test_a_tensor_beyond_the_buffer_is_rejected_and_the_sender_is_told(
+def test_a_tensor_beyond_the_buffer_is_rejected_and_reported_to_the_sender(
     engine: CheckpointEngine, process: Process, change: dict[str, Any], told: str
 ) -> None:
     (entry,) = process.put({"a": torch.ones(4)})
@@ -222,7 +222,9 @@ def test_waiting_for_a_silent_sender_can_be_cancelled(
         receive(engine, process)
 
 
-def test_a_gpu_that_nobody_lends_to_is_named(engine: CheckpointEngine) -> None:
+def test_a_missing_address_for_a_gpu_is_reported_with_that_gpu(
+    engine: CheckpointEngine,
+) -> None:
     info = engine.parse_update_info({"zmq_handles": {"GPU-1": "ipc:///nowhere"}})
     with pytest.raises(Malformed, match=f"no address for {GPU}"):
         engine.receive_weights(info)

@@ -96,7 +96,9 @@ def test_a_torch_group_waits_long_for_its_trainer_and_not_for_the_connection(
     assert opened == [short_s]
 
 
-def test_the_last_of_several_groups_brings_them_back(seen: list[str]) -> None:
+def test_the_last_of_several_open_groups_restores_the_environment(
+    seen: list[str],
+) -> None:
     has_come, may_leave = threading.Event(), threading.Event()
 
     def other() -> None:

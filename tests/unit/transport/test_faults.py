@@ -89,7 +89,7 @@ def test_a_trainer_that_stalls_is_left_when_the_time_is_up(worker):
     assert works_again(worker)
 
 
-def test_a_cancelled_update_lets_go_at_once_and_the_interpreter_goes_on(worker):
+def test_a_cancelled_update_ends_at_once_without_blocking_the_interpreter(worker):
     cancelled = threading.Event()
     worker.cancelled = cancelled.is_set
     sender = connect(worker)
@@ -137,7 +137,9 @@ def test_a_worker_that_gives_up_is_noticed_by_the_trainer_and_the_other_worker()
         worker.shutdown()
 
 
-def test_a_trainer_whose_tensors_are_not_those_announced_sends_none_of_them_off(worker):
+def test_a_trainer_whose_tensors_differ_from_the_announced_ones_fails_the_update(
+    worker,
+):
     sender = connect(worker)
     named = tensors()
     receiving = in_background(lambda: update(worker, named))
@@ -150,7 +152,7 @@ def test_a_trainer_whose_tensors_are_not_those_announced_sends_none_of_them_off(
     assert works_again(worker)
 
 
-def test_a_trainer_that_announces_less_than_the_manifest_leaves_it_incomplete(worker):
+def test_an_update_that_announces_less_than_its_manifest_is_incomplete(worker):
     """The wire brings what was announced; what is missing is for the intake to say."""
     named = {"a": torch.ones(3), "b": torch.ones(4)}
 
@@ -212,12 +214,12 @@ def test_a_trainer_that_left_is_named(worker):
         update(worker, tensors())
 
 
-def test_before_the_first_group_an_update_says_what_to_do(worker):
+def test_an_update_before_the_first_group_is_rejected_with_the_call_to_make(worker):
     with pytest.raises(TransferFault, match="call init_weight_transfer_engine first"):
         update(worker, {"a": torch.ones(1)})
 
 
-def test_an_announcement_of_less_is_what_arrives(worker):
+def test_a_worker_loads_exactly_the_announced_tensors(worker):
     sender = connect(worker)
     named = tensors(2)
     less = {name: named[name] for name in ("embedding", "last")}

@@ -119,7 +119,7 @@ def test_a_file_that_cannot_be_read_is_malformed_by_name(
             pass
 
 
-def test_reads_that_bring_little_are_continued(
+def test_short_reads_are_continued(
     reader: FileReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = os.preadv
@@ -152,7 +152,7 @@ class SlowReader(FileReader):
         return super()._copy(targets, sources)
 
 
-def test_an_abort_in_the_middle_leaves_nothing_open_and_the_next_one_works(
+def test_an_aborted_read_leaves_nothing_open_and_the_next_read_works(
     tmp_path: Path,
 ) -> None:
     reader = SlowReader(CPU, BUCKET_BYTES)
@@ -174,7 +174,7 @@ def is_shut(pool: Any) -> bool:
         return bool(pool._shutdown)
 
 
-def test_an_update_that_is_cancelled_waits_for_no_more_than_is_being_read(
+def test_a_cancelled_update_waits_only_for_reads_in_progress(
     reader: FileReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bucket_reader, "RUN_BYTES", BUCKET_BYTES // 64)
@@ -197,7 +197,7 @@ def test_an_update_that_is_cancelled_waits_for_no_more_than_is_being_read(
 
 
 @pytest.mark.parametrize("num_buckets", [3, 40], ids=["all begun", "some begun"])
-def test_a_reader_that_somebody_else_ended_hands_nothing_over(
+def test_a_reader_ended_by_another_thread_returns_no_data(
     reader: FileReader,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -273,7 +273,7 @@ def engine(device: torch.device, staging: str = "auto") -> LocalEngine:
         ("cuda", "host", False),
     ],
 )
-def test_files_are_read_for_a_gpu_where_weights_are_staged_on_it(
+def test_files_are_read_into_gpu_memory_only_if_weights_are_staged_there(
     device: str, staging: str, fills_gpu: bool
 ) -> None:
     assert engine(torch.device(device), staging).fills_gpu is fills_gpu
@@ -301,7 +301,7 @@ def test_files_for_the_host_of_a_gpu_are_read_by_several_threads(
 
 
 @pytest.mark.parametrize("fills_gpu", [False, True])
-def test_a_drafters_tensors_are_renamed_however_they_are_read(
+def test_a_drafters_tensors_are_renamed_in_every_way_of_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fills_gpu: bool
 ) -> None:
     monkeypatch.setattr(LocalEngine, "fills_gpu", fills_gpu)

@@ -56,26 +56,26 @@ def join(worker, port, **changes):
     worker.init_transfer_engine(info)
 
 
-def test_a_worker_outside_the_world_is_refused(worker):
+def test_a_worker_outside_the_world_is_rejected(worker):
     outside = engine(rank=1, replica=1, size=2)
     with pytest.raises(Malformed, match="rank 4 of the group, whose world_size is 4"):
         join(outside, 1, world_size=4)
 
 
-def test_a_group_on_other_terms_is_refused(worker):
+def test_a_group_on_other_terms_is_rejected(worker):
     meeting = host()
     with pytest.raises(Malformed, match=r"'bucket_bytes': 4096.*: 8192"):
         join(worker, meeting.port, bucket_bytes=8192)
     meeting.end("is over")
 
 
-def test_the_wrong_kind_of_device_is_refused(worker):
+def test_the_wrong_kind_of_device_is_rejected(worker):
     worker.device = torch.device("meta")
     with pytest.raises(Malformed, match="inflight_gloo receives on cpu"):
         join(worker, 1)
 
 
-def test_a_trainer_that_is_not_there_is_waited_for_only_so_long(worker):
+def test_waiting_for_a_missing_trainer_ends_at_the_timeout(worker):
     with socket.create_server((HOST, 0)) as free:
         port = free.getsockname()[1]
     began = time.monotonic()
@@ -84,7 +84,7 @@ def test_a_trainer_that_is_not_there_is_waited_for_only_so_long(worker):
     assert time.monotonic() - began < SOON_S
 
 
-def test_a_port_that_is_somebody_elses_is_left_when_the_time_is_up(worker):
+def test_joining_at_a_port_of_another_program_ends_at_the_timeout(worker):
     with socket.create_server((HOST, 0)) as silent:
         began = time.monotonic()
         with pytest.raises(TransferFault):
@@ -117,7 +117,7 @@ def stopping(pipe: Any) -> None:
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
-def test_a_trainer_that_is_stopped_keeps_nobody_for_longer_than_its_time(
+def test_a_suspended_trainer_holds_a_worker_only_until_the_timeout_or_a_cancellation(
     worker, is_cancelled
 ):
     cancelled = threading.Event()
@@ -135,7 +135,7 @@ def test_a_trainer_that_is_stopped_keeps_nobody_for_longer_than_its_time(
             joining.result(timeout=SOON_S)
 
 
-def test_workers_who_do_not_come_are_waited_for_only_so_long():
+def test_waiting_for_missing_workers_ends_at_the_timeout():
     began = time.monotonic()
     with pytest.raises(TransferFault, match="waited 1 s for 1 workers to join"):
         open_sender(host(), WaitLimit(1.0))
@@ -164,7 +164,7 @@ def test_two_workers_cannot_have_one_rank():
         end.group.close()
 
 
-def test_there_is_no_third_wire():
+def test_an_unknown_wire_is_rejected():
     meeting = Rendezvous.host(
         Terms(wire="pigeon", world_size=2, bucket_bytes=256), HOST
     )
@@ -257,7 +257,7 @@ def test_an_nccl_error_is_reported_with_the_reason_that_the_peer_gave() -> None:
     group._rendezvous.liveness.end("is over")
 
 
-def test_a_trainer_that_opens_no_buckets_tells_its_workers_at_once(worker):
+def test_a_trainer_with_an_invalid_bucket_count_fails_its_workers_at_once(worker):
     meeting = host()
     opening = in_background(
         lambda: Sender(open_group(meeting, CPU, PATIENT), 0, PATIENT)

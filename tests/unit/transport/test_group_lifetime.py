@@ -18,7 +18,7 @@ from vllm.inflight.errors import TransferFault
 pytestmark = pytest.mark.seconds
 
 
-def test_after_a_shutdown_no_socket_and_no_thread_is_left():
+def test_a_shutdown_leaves_no_socket_and_no_thread():
     worker = engine()
     # What torch opens once and keeps.
     sender = connect(worker)
@@ -35,7 +35,7 @@ def test_after_a_shutdown_no_socket_and_no_thread_is_left():
     until(lambda: open_things() <= before)
 
 
-def test_after_a_shutdown_it_can_be_joined_again_and_twice_is_once():
+def test_a_worker_can_join_again_after_a_shutdown_and_a_second_shutdown_has_no_effect():
     worker = engine()
     for seed in range(2):
         sender = connect(worker)
@@ -49,7 +49,7 @@ def test_after_a_shutdown_it_can_be_joined_again_and_twice_is_once():
 
 
 @pytest.mark.slow
-def test_after_an_abort_all_is_gone_when_gloos_time_is_up():
+def test_an_aborted_group_leaves_nothing_after_gloos_timeout():
     worker = engine()
     sender = connect(worker)
     sender.group.close()

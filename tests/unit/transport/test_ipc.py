@@ -72,7 +72,9 @@ def test_every_byte_is_read(memory: HostMemory, num_buckets: int) -> None:
     assert not memory.mapped
 
 
-def test_tensors_that_share_an_allocation_are_found_in_it(memory: HostMemory) -> None:
+def test_tensors_that_share_an_allocation_are_located_within_it(
+    memory: HostMemory,
+) -> None:
     whole = torch.arange(10_000, dtype=torch.int32)
     named = {"first": whole[:10], "second": whole[700:9000], "third": whole[9999:]}
     info = lent(named, memory)
@@ -105,7 +107,7 @@ def packs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("packs_nothing")
-def test_memory_is_mapped_once_and_let_go_when_it_is_not_lent_again(
+def test_memory_is_mapped_once_and_unmapped_when_it_is_no_longer_lent(
     memory: HostMemory,
 ) -> None:
     engine = worker(memory)
@@ -142,7 +144,7 @@ def test_memory_of_the_first_call_stays_mapped_though_its_first_write_comes_late
 
 
 @pytest.mark.usefixtures("packs_nothing")
-def test_memory_of_an_update_that_did_not_finish_is_let_go_by_the_next(
+def test_memory_of_an_unfinished_update_is_unmapped_by_the_next_update(
     memory: HostMemory,
 ) -> None:
     engine = worker(memory)
@@ -165,20 +167,20 @@ def test_a_trainer_in_the_engines_own_process_maps_nothing(memory: HostMemory) -
     assert memory.num_maps == 0
 
 
-def test_a_fork_of_a_trainer_is_another_process(memory: HostMemory) -> None:
+def test_a_forked_process_has_an_identity_of_its_own(memory: HostMemory) -> None:
     fork = multiprocessing.get_context("fork")
     with fork.Pool(1) as pool:
         assert pool.apply(handles.process) != handles.process()
 
 
-def test_a_trainer_on_another_host_is_refused(memory: HostMemory) -> None:
+def test_a_trainer_on_another_host_is_rejected(memory: HostMemory) -> None:
     info = lent({"a": torch.randn(40)}, memory)
     info["exports"]["host"] = "elsewhere"
     with pytest.raises(Malformed, match="another host"):
         receive(worker(memory), info)
 
 
-def test_a_place_outside_of_its_allocation_is_refused(memory: HostMemory) -> None:
+def test_a_place_outside_of_its_allocation_is_rejected(memory: HostMemory) -> None:
     info = lent({"a": torch.randn(40)}, memory)
     info["exports"]["places"] = [[0, 8]]
     engine = worker(memory)
@@ -199,7 +201,7 @@ def test_memory_that_cannot_be_exported_says_what_to_do(memory: HostMemory) -> N
         Exports.of([torch.randn(4)], memory)
 
 
-def test_an_update_that_is_cancelled_reads_no_more_and_the_next_one_works(
+def test_a_cancelled_update_stops_reading_and_the_next_one_works(
     memory: HostMemory,
 ) -> None:
     named = tensors(3)
@@ -234,7 +236,7 @@ def test_an_update_that_is_cancelled_reads_no_more_and_the_next_one_works(
         ({"places": [[0, True]]}, "'places' is no number of bytes"),
     ],
 )
-def test_exports_that_cannot_be_read_are_refused_by_name(
+def test_exports_that_cannot_be_read_are_rejected_by_name(
     memory: HostMemory, changes: dict[str, Any], named: str
 ) -> None:
     info = lent({"a": torch.randn(40)}, memory)
@@ -243,7 +245,7 @@ def test_exports_that_cannot_be_read_are_refused_by_name(
         worker(memory).parse_update_info(info)
 
 
-def test_a_tensor_without_a_handle_is_refused(memory: HostMemory) -> None:
+def test_a_tensor_without_a_handle_is_rejected(memory: HostMemory) -> None:
     info = lent({"a": torch.randn(40)}, memory)
     info["exports"] |= {"handles": [], "bases": []}
     with pytest.raises(Malformed, match="there is no handle 0"):
@@ -257,7 +259,9 @@ def test_tensors_without_elements_need_no_memory(memory: HostMemory) -> None:
     assert engine.model.loaded["nothing"].shape == (0, 3)
 
 
-def test_a_cpu_engine_is_told_what_it_can_use_instead(memory: HostMemory) -> None:
+def test_a_cpu_engine_is_rejected_with_the_backend_to_use_instead(
+    memory: HostMemory,
+) -> None:
     engine = worker(memory)
     with pytest.raises(Malformed, match="use the backend local"):
         engine.init_transfer_engine(engine.parse_init_info({}))
@@ -265,7 +269,7 @@ def test_a_cpu_engine_is_told_what_it_can_use_instead(memory: HostMemory) -> Non
         receive(engine, lent({"a": torch.randn(4)}, memory))
 
 
-def test_nothing_is_mapped_after_the_end(memory: HostMemory) -> None:
+def test_closing_the_mappings_unmaps_everything(memory: HostMemory) -> None:
     info = lent({"a": torch.randn(40)}, memory)
     mappings = Mappings(memory)
     mappings.find(Exports.parse(info["exports"], 1), [160])
@@ -299,7 +303,7 @@ def test_a_failed_unmap_does_not_keep_other_memory_mapped(
     assert (len(mappings), len(memory.mapped)) == (1, 1)
 
 
-def test_memory_of_which_the_size_cannot_be_told_is_not_left_mapped(
+def test_memory_of_unknown_size_is_unmapped_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     closed: list[int] = []

@@ -87,7 +87,7 @@ def named() -> Tensors:
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 1000, 4 << 30])
-def test_all_that_a_source_has_arrives(
+def test_every_tensor_of_a_source_arrives(
     memory: HostMemory, named: Tensors, chunk_bytes: int
 ) -> None:
     client = Five(worker(memory))
@@ -169,7 +169,7 @@ def test_a_rejected_rank_gathers_to_the_end_with_the_others(
     assert source.num_gathered == len(named)
 
 
-def test_an_abort_that_is_refused_does_not_take_the_place_of_what_failed(
+def test_a_rejected_abort_does_not_hide_the_error_before_it(
     memory: HostMemory, named: Tensors
 ) -> None:
     class Refusing(Five):
@@ -184,7 +184,7 @@ def test_an_abort_that_is_refused_does_not_take_the_place_of_what_failed(
     assert client.calls[-1] == "abort"
 
 
-def test_a_client_of_upstreams_gets_the_error_itself(
+def test_a_client_without_abort_gets_the_original_error(
     memory: HostMemory, named: Tensors
 ) -> None:
     client = Four(worker(memory))
@@ -206,6 +206,6 @@ def test_other_ranks_of_a_trainer_gather_and_lend_nothing(
     assert client.calls == []
 
 
-def test_a_trainer_without_a_source_is_refused(memory: HostMemory) -> None:
+def test_a_trainer_without_a_source_is_rejected(memory: HostMemory) -> None:
     with pytest.raises(ValueError, match="inflight_ipc needs a WeightSource"):
         IpcTrainer.trainer_init(IpcTrainerInitInfo(rank=0), client=Five(worker(memory)))

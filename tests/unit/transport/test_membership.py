@@ -82,7 +82,7 @@ def broadcast(trainer: Group, value: float, times: int = 1) -> Future[float]:
     return in_background(lambda: PATIENT.until(sending, "a broadcast"))
 
 
-def test_an_update_cancelled_while_the_group_opens_has_ended_it(
+def test_an_update_cancelled_while_its_group_opens_ends_the_group(
     engine: Any, opening: Future[Group], ends: tuple[Group, Group]
 ) -> None:
     engine.cancelled = lambda: True
@@ -104,14 +104,14 @@ def test_a_group_that_opens_after_it_was_left_is_closed(
     assert ends[1].ended is not None
 
 
-def test_a_group_that_could_not_be_opened_is_left_in_peace(
+def test_leaving_a_group_that_could_not_be_opened_succeeds(
     engine: Any, opening: Future[Group]
 ) -> None:
     opening.set_exception(TransferFault("nobody came"))
     assert engine.leave(NAME)
 
 
-def test_a_refused_announcement_ends_a_group_that_has_not_received_it(
+def test_a_rejected_announcement_ends_a_group_that_has_not_received_it(
     engine: Any, opening: Future[Group], ends: tuple[Group, Group]
 ) -> None:
     opening.set_result(ends[1])
@@ -127,7 +127,7 @@ def test_a_refused_announcement_ends_a_group_that_has_not_received_it(
     until(lambda: ends[1].ended is not None)
 
 
-def test_a_group_outlives_what_was_refused_of_the_one_before_it(
+def test_a_group_is_not_ended_by_rejected_announcements_of_its_predecessor(
     engine: Any, opening: Future[Group], ends: tuple[Group, Group]
 ) -> None:
     opening.set_result(ends[1])
@@ -201,7 +201,7 @@ def test_a_receive_under_way_ends_before_its_group(
         receive(engine, "third")
 
 
-def test_a_flat_bucket_takes_its_size_once(
+def test_equal_flat_buckets_reuse_their_buffer(
     engine: Any, opening: Future[Group], ends: tuple[Group, Group]
 ) -> None:
     opening.set_result(ends[1])

@@ -46,7 +46,7 @@ def test_an_engine_counts_its_own_ranks_and_a_trainer_all_workers(worker, rank, 
         (LAUNCHED, 0, None),
     ],
 )
-def test_a_list_is_of_all_workers_or_of_those_of_one_launched_engine(
+def test_a_list_has_entries_for_all_workers_or_for_one_launched_engine(
     worker, num_entries, index
 ):
     assert own_entry([{}] * num_entries, worker) == index

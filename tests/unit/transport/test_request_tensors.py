@@ -59,7 +59,7 @@ def file_of(tensors: RequestTensors) -> Path:
     return SHARED_MEMORY / info["shm"]
 
 
-def test_the_files_are_there_as_long_as_they_are_read(prefix):
+def test_the_files_of_a_request_exist_until_they_have_been_read(prefix):
     assert spool() == [{"a": [1.0, 1.0]}] * 2
     assert left(prefix) == []
 
@@ -119,7 +119,7 @@ def test_a_safetensors_file_that_begins_and_ends_like_a_pickle_is_one(low):
 @pytest.mark.parametrize(
     ("made", "load_format"), [(bucket, "flattened_bucket"), (pickled, None)]
 )
-def test_a_name_that_comes_twice_in_one_entry_is_refused(made, load_format):
+def test_a_name_that_comes_twice_in_one_entry_is_rejected(made, load_format):
     with spooled([made(["a", "b"])], load_format, allow_pickle=True) as tensors:
         assert load_file(file_of(tensors)).keys() == {"a", "b"}
     with (
@@ -297,7 +297,7 @@ def test_tensors_that_torch_pickled_are_read_unchanged():
         assert torch.equal(found[each], tensor_.detach()), each
 
 
-def test_without_room_the_reason_is_told_and_nothing_stays(prefix, monkeypatch):
+def test_full_shared_memory_is_reported_and_leaves_no_files(prefix, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "no space left")
 

@@ -43,7 +43,7 @@ def test_tensors_are_those_that_safetensors_reads(tmp_path: Path) -> None:
         assert sorted(told, key=str) == sorted(expected, key=str)
 
 
-def test_read_tensor_by_tensor_they_are_what_was_written(tmp_path: Path) -> None:
+def test_tensors_read_one_by_one_equal_the_written_tensors(tmp_path: Path) -> None:
     named = everything()
     before = open_things()
     found = dict(read_files(written(tmp_path, named)))
@@ -54,7 +54,7 @@ def test_read_tensor_by_tensor_they_are_what_was_written(tmp_path: Path) -> None
     assert open_things() <= before
 
 
-def test_read_tensor_by_tensor_they_take_the_memory_of_two(tmp_path: Path) -> None:
+def test_tensors_read_one_by_one_use_two_buffers(tmp_path: Path) -> None:
     """New memory for each would be a fault for each of its pages."""
     named = {f"t{n}": torch.full((1000 - n,), float(n)) for n in range(9)}
     pairs = ((name, tensor) for name, tensor in read_files(written(tmp_path, named, 1)))
@@ -97,7 +97,7 @@ def test_large_tensors_are_read_side_by_side(
     assert open_things() <= before
 
 
-def test_one_thread_reads_by_itself(
+def test_one_by_one_reads_start_no_other_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Staging beside decoding on a CPU rests by what its own thread has used."""
@@ -120,7 +120,7 @@ def shortening(pipe: Any, folder: Path) -> None:
         pipe.send(error.message)
 
 
-def test_a_file_that_is_written_anew_while_it_is_read_ends_no_process(
+def test_a_file_that_is_shortened_during_a_read_ends_no_process(
     tmp_path: Path,
 ) -> None:
     with process(shortening, tmp_path) as reader:
@@ -128,7 +128,7 @@ def test_a_file_that_is_written_anew_while_it_is_read_ends_no_process(
         assert "it ends at" in reader.pipe.recv()
 
 
-def test_tensors_are_announced_as_they_lie_in_their_file(tmp_path: Path) -> None:
+def test_tensors_are_announced_in_the_order_of_their_file(tmp_path: Path) -> None:
     file = tmp_path / "backwards.safetensors"
     entries = {"a": F32 | {"data_offsets": [8, 16]}, "b": F32}
     file.write_bytes(header(entries, bytes(16)))
@@ -136,7 +136,7 @@ def test_tensors_are_announced_as_they_lie_in_their_file(tmp_path: Path) -> None
         assert opened.tensor_list.names == ("b", "a")
 
 
-def test_to_open_files_touches_no_tensor_in_them() -> None:
+def test_opening_a_file_reads_no_tensor_data() -> None:
     """A page that is touched is there afterwards; it had to come from the disk."""
     num_bytes = 4 * (size := 1 << 20)
     offsets = [[at, at + size] for at in range(0, num_bytes, size)]
@@ -240,7 +240,9 @@ SEEDS = [
 ]
 
 
-def test_files_are_judged_as_safetensors_judges_them(tmp_path: Path) -> None:
+def test_a_file_is_accepted_only_if_safetensors_accepts_it(
+    tmp_path: Path,
+) -> None:
     """Whole ones and such as have one to four things changed."""
     file = tmp_path / "judged.safetensors"
     rng = random.Random(26)
@@ -373,7 +375,7 @@ def test_a_file_that_is_written_to_while_it_is_read_is_malformed(
     assert open_things() <= before
 
 
-def test_a_writer_that_keeps_the_time_is_noticed(tmp_path: Path) -> None:
+def test_a_write_that_restores_the_files_time_is_detected(tmp_path: Path) -> None:
     """As `rsync -t` and `cp -p` do, and tools that restore a file."""
     (file,) = written(tmp_path, {"a": torch.zeros(4), "b": torch.zeros(4)}, 1)
     told = file.stat()

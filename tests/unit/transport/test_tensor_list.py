@@ -14,7 +14,7 @@ def test_a_tensor_list_round_trips_through_upstreams_fields():
     assert TensorList.parse(**announced.update_info) == announced
 
 
-def test_nothing_can_be_announced():
+def test_an_empty_tensor_list_can_be_announced():
     assert TensorList.of([]).sizes == []
 
 

@@ -165,7 +165,7 @@ def test_many_tensors_of_one_bucket_are_put_together_in_two_buffers():
     worker.shutdown()
 
 
-def test_of_what_several_ranks_hold_a_worker_takes_its_own():
+def test_a_worker_takes_its_own_copy_of_a_slice_that_several_ranks_send():
     whole = torch.arange(12.0).reshape(4, 3)
     told = [
         ("w", whole[:2] + 100 * rank, Shard(dim=0, start=0, size=4, rank=rank))
@@ -216,21 +216,21 @@ def shard(start: int, **changes: int) -> dict[str, int]:
         ([[4], [0]], [shard(0), shard(4)], "no elements; leave that out"),
     ],
 )
-def test_slices_that_are_not_a_tensor_are_refused_by_name(shapes, shards, named):
+def test_slices_that_are_not_a_tensor_are_rejected_by_name(shapes, shards, named):
     with pytest.raises(WeightsMismatch, match=named) as refused:
         TensorList.parse(["up", "up"], ["float32"] * 2, shapes, shards)
     assert refused.value.tensors == ["up"]
     assert "'up'" in str(refused.value)
 
 
-def test_slices_of_several_dtypes_are_refused_by_name():
+def test_slices_of_several_dtypes_are_rejected_by_name():
     with pytest.raises(WeightsMismatch, match=r"'up'.*bfloat16.*float32"):
         TensorList.parse(
             ["up", "up"], ["float32", "bfloat16"], [[2], [2]], [shard(0), shard(2)]
         )
 
 
-def test_slices_with_something_between_are_refused_by_name():
+def test_slices_interleaved_with_another_tensor_are_rejected_by_name():
     names = ["up", "down", "up"]
     told = [shard(0), None, shard(2)]
     with pytest.raises(WeightsMismatch, match=r"'up'.*do not follow one another"):
@@ -256,7 +256,7 @@ def test_an_invalid_slice_is_rejected_by_name(given_shards, named):
         TensorList.parse(["up"], ["float32"], [[4]], given_shards)
 
 
-def test_a_rank_that_the_engine_has_not_is_refused_by_name_before_anything_comes():
+def test_a_slice_for_a_missing_rank_is_rejected_by_name_before_any_transfer():
     worker = engine(size=2)
     told = announced(slices("up", torch.zeros(4, 2), 0, [1, 2], ranks=True))
     with pytest.raises(WeightsMismatch, match=r"'up': a slice is of rank 2, .* has 2"):
@@ -275,7 +275,7 @@ def test_a_worker_receives_slices_over_gloo():
     worker.shutdown()
 
 
-def test_holding_small_tensors_keeps_no_other_memory():
+def test_a_kept_small_tensor_keeps_no_larger_buffer():
     scratch = Buffers(2, 4096, CPU)
     held = [scratch.take(number, 16)[:16] for number in range(6)]
     whole = {h.untyped_storage().data_ptr(): h.untyped_storage().nbytes() for h in held}

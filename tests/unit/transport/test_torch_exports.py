@@ -181,7 +181,7 @@ def test_handles_of_every_release_of_torch_are_read(
     assert torch.equal(engine.model.loaded["a"], held)
 
 
-def test_a_parameter_and_a_cut_of_a_storage_are_read_where_they_are(
+def test_a_parameter_and_part_of_a_storage_are_read_in_place(
     engine: ExportedEngine, exporter: Exporter
 ) -> None:
     whole = torch.arange(24.0).reshape(6, 4)
@@ -276,7 +276,7 @@ def test_bytes_and_gpu_memory_cannot_be_mixed(exporter: Exporter) -> None:
             pass
 
 
-def test_memory_is_given_back_after_a_failure(
+def test_exported_memory_is_released_after_a_failure(
     engine: ExportedEngine,
     exporter: Exporter,
     memory: HostMemory,
@@ -359,7 +359,7 @@ def test_a_tensor_that_needs_no_event_waits_for_none(
     assert torch.equal(engine.model.loaded["a"], held)
 
 
-def test_the_counters_are_those_of_torch() -> None:
+def test_the_format_of_the_counters_is_that_of_torch() -> None:
     storage = torch.UntypedStorage._new_using_filename_cpu(
         8 * torch_exports.COUNTERS_PER_FILE
     )

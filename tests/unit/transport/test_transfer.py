@@ -60,7 +60,7 @@ def test_one_call_loads_a_whole_update(worker):
 
 
 @pytest.mark.parametrize("num_buckets", [1, 2, 5])
-def test_any_number_of_buckets_will_do(worker, num_buckets):
+def test_a_transfer_works_with_any_number_of_buckets(worker, num_buckets):
     sender = connect(worker, num_buckets=num_buckets)
     for seed in (1, 2):
         transfer(worker, sender, tensors(seed))
@@ -75,7 +75,7 @@ class Keeper:
         self.kept = [(name, tensor[...]) for name, tensor in weights]
 
 
-def test_a_tensor_that_is_kept_keeps_its_bytes():
+def test_a_tensor_kept_by_the_model_keeps_its_bytes():
     worker = engine(Keeper())
     sender = connect(worker)
     transfer(worker, sender, tensors(7))
@@ -87,7 +87,7 @@ def test_a_tensor_that_is_kept_keeps_its_bytes():
     worker.shutdown()
 
 
-def test_buckets_are_used_again_when_nobody_looks_into_them(worker):
+def test_buckets_are_reused_when_no_tensor_refers_to_them(worker):
     class Watcher(Recorder):
         def load_weights(self, weights):
             for name, tensor in weights:
@@ -124,7 +124,7 @@ def test_the_tensors_of_a_source_may_share_their_memory(worker):
     sender.group.close()
 
 
-def test_an_update_of_nothing_is_one(worker):
+def test_an_update_may_be_empty(worker):
     sender = connect(worker)
     transfer(worker, sender, {"nothing": torch.empty(0)})
     assert list(worker.model.loaded) == ["nothing"]
@@ -132,7 +132,7 @@ def test_an_update_of_nothing_is_one(worker):
     sender.group.close()
 
 
-def test_a_model_that_refuses_a_tensor_does_not_cost_the_group(worker):
+def test_a_group_survives_a_tensor_that_the_model_rejects(worker):
     class Refusing(Recorder):
         def load_weights(self, weights):
             next(iter(weights))
@@ -164,7 +164,7 @@ class InPlace(Recorder):
             self.loaded[name] = tensor.clone()
 
 
-def test_large_tensors_are_received_where_they_end_up(worker):
+def test_large_tensors_are_received_in_place(worker):
     def version(seed):
         random = torch.Generator().manual_seed(seed)
         return {
@@ -184,7 +184,7 @@ def test_large_tensors_are_received_where_they_end_up(worker):
 
 
 @pytest.mark.parametrize("shape", [[10**18], [2**40, 2**40]])
-def test_an_announcement_of_absurd_size_is_refused_by_name_at_once(worker, shape):
+def test_an_announcement_of_absurd_size_is_rejected_by_name_at_once(worker, shape):
     sender = connect(worker)
     told = {"names": ["small", "vast"], "dtype_names": ["float32"] * 2}
     info = worker.parse_update_info(told | {"shapes": [[3], shape]})

@@ -22,28 +22,28 @@ def sizes(window: BucketWindow, *waits: float) -> list[int]:
     return seen
 
 
-def test_buckets_that_are_there_already_make_it_smaller_down_to_two():
+def test_the_window_shrinks_to_two_buckets_while_buckets_are_ready():
     assert sizes(BucketWindow(4, 0.002), 0.0, 0.0, 0.0, 0.0) == [3, 2, 2, 2]
 
 
-def test_buckets_that_are_waited_for_make_it_larger_up_to_what_fits():
+def test_the_window_grows_up_to_its_limit_while_buckets_are_waited_for():
     window = BucketWindow(4, 0.002)
     window.size = 2
     assert sizes(window, 0.003, 0.1, 0.1) == [3, 4, 4]
     assert window.total_s == 0.003 + 0.1 + 0.1
 
 
-def test_a_short_wait_changes_nothing():
+def test_a_short_wait_keeps_the_size_of_the_window():
     window = BucketWindow(4, 0.002)
     window.size = 3
     assert sizes(window, 0.001, 0.002) == [3, 3]
 
 
-def test_with_memory_for_one_bucket_it_is_one():
+def test_a_window_with_memory_for_one_bucket_stays_at_one():
     assert sizes(BucketWindow(1, 0.002), 0.0, 1.0, 0.0) == [1, 1, 1]
 
 
-def test_an_engine_tells_its_window(monkeypatch: pytest.MonkeyPatch):
+def test_an_engine_reports_its_bucket_window(monkeypatch: pytest.MonkeyPatch):
     worker, named = engine(), tensors(1)
     assert worker.gauges == {}
     sender = connect(worker, num_buckets=5)

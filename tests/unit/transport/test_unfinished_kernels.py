@@ -39,7 +39,7 @@ def test_memory_is_held_for_each_stream_until_that_stream_is_done() -> None:
     assert not nccl.still_writes()
 
 
-def test_memory_that_is_still_written_stays_held_for_two_threads() -> None:
+def test_memory_that_is_still_written_is_held_while_two_threads_check_it() -> None:
     """The next update looks as it begins; a sleep or a shutdown may look as well."""
 
     class Looking(Stream):

@@ -96,7 +96,7 @@ def ranks() -> Ranks:
     return ranks
 
 
-def test_both_take_what_both_have_read(ranks):
+def test_both_ranks_take_an_adapter_that_both_have_read(ranks):
     assert load_everywhere(ranks, request("b"))
     assert ranks.served == [{1: "B"}, {1: "B"}]
 
@@ -163,5 +163,5 @@ def test_a_loaded_adapter_is_read_again_only_on_request(ranks):
     assert not load_everywhere(ranks, request("a", load_inplace=False))
 
 
-def test_nothing_is_kept_of_a_proposal(ranks):
+def test_a_finished_adapter_load_leaves_no_read_adapter_to_take(ranks):
     assert not lora.step(ranks.workers[0], "take", request("a"))

@@ -127,7 +127,7 @@ def test_staged_weights_are_live_after_the_flip_and_not_before(arena):
     assert equal(tensors, before) and equal(twins(arena, tensors), staged)
 
 
-def test_a_twin_is_refused_until_the_second_range_is_settled(arena):
+def test_a_shadow_tensor_is_not_available_until_the_second_range_is_settled(arena):
     tensors = paired(arena)
     before = copies(tensors)
     stage(arena, tensors)
@@ -140,7 +140,7 @@ def test_a_twin_is_refused_until_the_second_range_is_settled(arena):
     assert equal(twins(arena, tensors), before)
 
 
-def test_a_twin_looks_like_its_tensor(arena):
+def test_a_shadow_tensor_has_the_layout_of_its_live_tensor(arena):
     whole = arena.empty((8, 6), torch.bfloat16).fill_(1)
     small = arena.empty((5,), torch.float8_e4m3fn)
     scale = arena.empty((), torch.float32)
@@ -167,7 +167,7 @@ Step = st.tuples(st.sampled_from(["make", "make", "free", "drop"]), st.integers(
 
 
 @given(st.lists(Step, max_size=25), st.lists(st.booleans(), max_size=5))
-def test_any_history_leaves_what_a_plain_dict_would_hold(steps, settles):
+def test_any_sequence_of_arena_calls_keeps_the_expected_contents(steps, settles):
     with opened() as arena:
         tensors, model, dropped = {}, {}, []
         for name, (step, value) in enumerate(steps):
@@ -198,7 +198,7 @@ def test_any_history_leaves_what_a_plain_dict_would_hold(steps, settles):
     assert num_files() == 0
 
 
-def test_too_little_memory_for_a_second_set_is_told_in_bytes(arena):
+def test_too_little_memory_for_the_shadow_weights_is_reported_in_bytes(arena):
     tensors = loaded(arena)
     arena.consolidate()
     before, stats = copies(tensors), arena.stats()
@@ -212,7 +212,9 @@ def test_too_little_memory_for_a_second_set_is_told_in_bytes(arena):
 @pytest.mark.parametrize("skip", range(3))
 @pytest.mark.parametrize("call", ["create", "map", "unmap", "set_access", "copy"])
 @pytest.mark.parametrize("step", ["consolidate", "pair", "flip", "settle"])
-def test_a_step_that_fails_changes_no_byte_and_can_be_repeated(arena, step, call, skip):
+def test_a_failed_arena_call_changes_no_byte_and_can_be_repeated(
+    arena, step, call, skip
+):
     tensors = [filled(arena, 2, seed) for seed in range(5)]
     del tensors[2]  # two runs
     first = copies(tensors)
@@ -231,7 +233,7 @@ def test_a_step_that_fails_changes_no_byte_and_can_be_repeated(arena, step, call
 
 
 @pytest.mark.parametrize("call, skip", [("map", 0), ("map", 1), ("unmap", 1)])
-def test_a_flip_that_cannot_be_undone_is_told_apart(arena, call, skip):
+def test_a_flip_that_cannot_be_undone_is_reported_as_a_torn_arena(arena, call, skip):
     paired(arena)
     limit(arena, call=call, skip=skip, times=2)
     with pytest.raises(native.ArenaTorn, match="cannot be put back"):
@@ -242,7 +244,7 @@ def test_a_flip_that_cannot_be_undone_is_told_apart(arena, call, skip):
 
 
 @pytest.mark.parametrize("step", ["pair", "flip", "settle"])
-def test_steps_out_of_order_are_refused(arena, step):
+def test_steps_out_of_order_are_rejected(arena, step):
     with pytest.raises(RuntimeError, match=f"{step}: .* must be .*, and it is loading"):
         getattr(arena, step)()
     arena.consolidate()

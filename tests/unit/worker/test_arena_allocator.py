@@ -38,7 +38,7 @@ def callbacks(arena):
     return lambda size: malloc(size, device, None), lambda p: free(p, 0, device, None)
 
 
-def test_of_two_arenas_one_is_filled_and_each_frees_its_own(arena):
+def test_the_second_of_two_arenas_is_filled_and_each_frees_its_own_memory(arena):
     malloc, free = callbacks(arena)
     first = malloc(PAGE)
     arena.consolidate()
@@ -55,7 +55,7 @@ def test_of_two_arenas_one_is_filled_and_each_frees_its_own(arena):
     assert arena.stats()["phase"] == "consolidated"
 
 
-def test_torch_gets_memory_while_loading_and_none_later(arena):
+def test_torch_gets_arena_memory_only_while_the_arena_is_loading(arena):
     malloc, free = callbacks(arena)
     with ThreadPoolExecutor(4) as threads:
         pointers = list(threads.map(malloc, [PAGE + 1] * 100))

@@ -84,7 +84,7 @@ def test_an_arena_that_is_still_loading_can_be_suspended(arena):
     assert equal(tensors, before) and arena.stats()["phase"] == "loading"
 
 
-def test_too_little_memory_to_wake_up_is_told_in_bytes(arena):
+def test_too_little_memory_to_wake_up_is_reported_in_bytes(arena):
     tensors = paired(arena)
     before, one = copies(tensors), sum(num_bytes for _, num_bytes in arena.runs())
     backup = asleep(arena, tensors)
@@ -127,7 +127,7 @@ def test_a_sleep_that_fails_changes_nothing_and_can_be_repeated(
 
 
 @pytest.mark.parametrize("skip", range(2))
-def test_a_second_set_that_cannot_be_given_back_stays(arena, skip):
+def test_shadow_memory_that_cannot_be_released_stays_usable(arena, skip):
     tensors = paired(arena)
     before = copies(tensors)
     limit(arena, call="unmap", skip=skip, times=1)

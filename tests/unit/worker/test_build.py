@@ -5,7 +5,7 @@ import torch
 from vllm.inflight.worker.shadow import build
 
 
-def test_a_layer_that_upstream_shares_is_left_as_it_is_with_what_is_inside():
+def test_a_module_shared_by_upstream_keeps_its_inner_modules():
     inside, weight = torch.nn.Identity(), torch.nn.Linear(2, 2)
     rotary = torch.nn.ModuleDict({"turn": inside})
     live = torch.nn.ModuleDict({"rotary": rotary, "proj": weight})

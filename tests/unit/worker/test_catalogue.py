@@ -12,7 +12,7 @@ def shadow(origin: StartCheckpoint, known: Any) -> Any:
     return SimpleNamespace(start_checkpoint=origin, known_names=known)
 
 
-def test_it_is_that_of_the_checkpoint_that_the_engine_started_from():
+def test_the_catalogue_lists_the_tensors_of_the_start_checkpoint():
     origin = StartCheckpoint({"a": (2, 3), "b": None}, {"a": "bfloat16"})
     found = catalogue.catalogue(shadow(origin, {"c": ([1], "int8")}), is_cut=True)
     assert catalogue.unpacked([found]) == {
@@ -25,7 +25,7 @@ def test_it_is_that_of_the_checkpoint_that_the_engine_started_from():
     }
 
 
-def test_where_nothing_is_known_of_one_it_is_the_models_own_of_all_ranks():
+def test_the_catalogue_lists_the_models_own_names_if_the_checkpoint_is_unknown():
     first = shadow(StartCheckpoint({}), {"a": ([4], "float32"), "b": (None, "float32")})
     second = shadow(StartCheckpoint({}), {"b": (None, "float32"), "c": ([2], "int8")})
     whole = [catalogue.catalogue(each, is_cut=False) for each in (first, second)]

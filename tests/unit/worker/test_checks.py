@@ -70,7 +70,7 @@ def test_a_name_that_only_the_loader_knows_is_accepted_and_replayed(sets):
     assert shows(sets.live, version(3))
 
 
-def test_all_that_it_does_not_know_is_told_and_what_comes_after_is_looked_at(sets):
+def test_all_unknown_names_are_reported_and_later_tensors_are_still_checked(sets):
     many = {f"no such {n}": torch.ones(2) for n in range(50)}
     bad = {"attention.q": torch.full_like(version(1)["attention.q"], torch.nan)}
     with pytest.raises(WeightsMismatch, match="NaN or Inf") as rejection:
@@ -100,9 +100,7 @@ def test_tensors_whose_loader_failed_are_never_replayed(sets):
 
 @pytest.mark.parametrize("replayed", [(), ("norm",), (STRANGE,), ("norm", STRANGE)])
 @pytest.mark.parametrize("other", ["norm", "another"])
-def test_one_parameter_by_two_names_is_refused_whichever_the_plan_knows(
-    sets, replayed, other
-):
+def test_one_parameter_sent_under_two_names_is_rejected(sets, replayed, other):
     for name in replayed:
         sets.stage(renamed(1).items() if name == STRANGE else version(1).items())
     norm = version(2)["norm"]
@@ -132,7 +130,9 @@ def test_a_fused_parameter_comes_whole_or_in_parts_and_not_both(sets, asks_loade
     assert shows(sets.live, named)
 
 
-def test_an_integer_tensor_for_a_float_parameter_is_rejected_by_another_name(sets):
+def test_an_integer_tensor_is_rejected_for_a_float_parameter_under_an_alternative_name(
+    sets,
+):
     named = renamed(1)
     named[STRANGE] = named[STRANGE].to(torch.int32)
     with pytest.raises(WeightsMismatch, match="it is int32, the model's is float32"):
@@ -157,7 +157,7 @@ def test_tensors_on_the_host_are_checked_with_the_allowed_number_of_threads(
     assert seen == [num_threads] * 2 * len(version(1))
 
 
-def test_a_name_is_looked_up_among_spares_only_if_it_does_not_fit(monkeypatch):
+def test_a_tensor_is_checked_for_being_spare_only_if_it_does_not_fit(monkeypatch):
     """To map one takes microseconds, and there are thousands."""
     asked = []
     monkeypatch.setattr(TensorChecks, "is_spare", lambda _, name: asked.append(name))
@@ -197,7 +197,7 @@ def test_an_announced_tensor_that_may_still_arrive_is_not_reported_missing(sets)
         assert set(rejection.tensors) == named
 
 
-def test_a_subset_of_nothing_but_what_is_of_no_use_is_refused(sets):
+def test_a_subset_of_only_ignored_tensors_is_rejected(sets):
     sets.shadow.ignored = IgnoredTensors(endings=("head.weight",))
     with pytest.raises(WeightsMismatch, match="nothing was sent of the subset"):
         sets.stage([("head.weight", torch.ones(2))], ("head.*",))

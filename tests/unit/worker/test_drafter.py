@@ -110,7 +110,7 @@ def arenas() -> Iterator[list[Arena]]:
         yield [one, other]
 
 
-def test_the_second_pair_shares_what_the_live_one_does(arenas):
+def test_the_shadow_pair_shares_the_layers_that_the_live_pair_shares(arenas):
     sets = Tandems(arenas)
     assert difference(sets.live, sets.second) is None
     assert sets.shadow.required.keys() == {
@@ -119,7 +119,7 @@ def test_the_second_pair_shares_what_the_live_one_does(arenas):
     assert sets.second.draft.embed.weight is sets.second.target.embed.weight
 
 
-def test_both_or_either_change_at_the_flip(arenas):
+def test_model_and_drafter_change_together_or_alone_at_the_flip(arenas):
     sets = Tandems(arenas)
     for weights, subset, before, after in (
         (version(1) | of_draft(2), (), (0, 0), (1, 2)),
@@ -131,7 +131,7 @@ def test_both_or_either_change_at_the_flip(arenas):
         sets.change(before, after)
 
 
-def test_half_a_drafter_is_refused_and_neither_is_touched(arenas):
+def test_an_incomplete_drafter_is_rejected_and_changes_nothing(arenas):
     sets = Tandems(arenas)
     half = of_draft(2)
     del half["draft.attention.k"]
@@ -140,7 +140,7 @@ def test_half_a_drafter_is_refused_and_neither_is_touched(arenas):
     assert sets.shows(0, 0)
 
 
-def test_mtp_layers_change_with_what_their_model_is_sent(arenas):
+def test_mtp_layers_are_updated_with_or_without_their_model(arenas):
     sets = Tandems(arenas, is_mtp=True)
     for _ in ("recorded", "proved"):
         sets.stage((version(1) | of_mtp(2)).items())
@@ -159,7 +159,9 @@ def test_mtp_layers_change_with_what_their_model_is_sent(arenas):
     )
 
 
-def test_a_model_without_its_mtp_layers_is_refused_by_their_names(arenas):
+def test_a_model_without_its_mtp_layers_is_rejected_by_the_names_of_these_tensors(
+    arenas,
+):
     sets = Tandems(arenas, is_mtp=True)
     with pytest.raises(WeightsMismatch, match=r"missing: mtp\.") as refused:
         sets.stage(version(1).items())

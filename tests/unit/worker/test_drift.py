@@ -36,7 +36,7 @@ class AllBut:
         return name != self._name
 
 
-def test_a_tensor_that_stays_in_place_may_be_sampled_at_the_end():
+def test_a_tensor_received_in_place_is_sampled_when_the_update_is_complete():
     named, views = version(), {}
     for step in (1.0, 3.0):
         sampler = Sampler(views, AllBut(LARGE))
@@ -68,14 +68,14 @@ def moved(named, share: float, seed: int = 7):
 
 
 @pytest.mark.parametrize("share", [1e-4, 0.01, 0.5])
-def test_the_sample_tells_how_far_everything_moved(share):
+def test_the_sample_estimates_the_drift_of_all_weights(share):
     old = version()
     found = drift(samples(old), samples(moved(old, share)))
     assert found["overall"] == pytest.approx(share, rel=0.05)
     assert found["layers"]["model.layers.0"] == pytest.approx(share, rel=0.05)
 
 
-def test_a_layer_that_moved_alone_is_told():
+def test_the_drift_of_a_single_changed_layer_is_reported():
     old = version()
     new = old | {OTHER: old[OTHER] * 1.5}
     found = drift(samples(old), samples(new))
@@ -87,11 +87,11 @@ def test_a_layer_that_moved_alone_is_told():
     assert 0 < found["overall"] < 0.5
 
 
-def test_the_same_bytes_have_not_moved():
+def test_equal_weights_have_no_drift():
     assert drift(samples(version()), samples(version()))["overall"] == 0.0
 
 
-def test_without_a_version_before_nobody_knows():
+def test_the_drift_is_unknown_without_a_version_before():
     assert drift(None, samples(version())) is None
 
 
@@ -103,7 +103,7 @@ def test_a_tensor_that_only_one_version_has_is_left_out():
     assert set(found["layers"]) == {"model.layers.0", "model.layers.11"}
 
 
-def test_from_zero_there_is_no_ratio():
+def test_the_drift_from_all_zero_weights_is_unknown():
     old = {TOP: torch.zeros(9)}
     assert drift(samples(old), samples({TOP: torch.ones(9)}))["overall"] is None
     assert drift(samples(old), samples(old))["overall"] == 0.0
@@ -157,7 +157,7 @@ def test_versions_that_came_in_another_order_are_compared_by_name(first):
     assert len(layers) == 80
 
 
-def test_samples_of_a_part_lie_over_those_of_a_version():
+def test_the_samples_of_a_subset_replace_those_of_the_version_before():
     old, new = version(), moved(version(), 0.1)
     base, part = samples(old), samples({LARGE: new[LARGE], TOP: new[TOP]})
     whole = part.over(base)
@@ -167,7 +167,7 @@ def test_samples_of_a_part_lie_over_those_of_a_version():
     assert whole.only(lambda name: name != TOP).places.keys() == old.keys() - {TOP}
 
 
-def test_parts_over_parts_keep_no_memory_that_nothing_is_left_of():
+def test_samples_of_repeated_subsets_keep_no_unused_memory():
     whole = samples(version())
     most = len(whole.blocks) + len(samples({TOP: torch.ones(5000)}).blocks)
     for step in range(9):

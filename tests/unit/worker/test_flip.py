@@ -88,7 +88,7 @@ def test_an_interrupted_flip_restores_the_parameters_and_the_attributes(
     assert (mine, theirs) == ({"packed": 2}, {"packed": 1})
 
 
-def test_one_that_cannot_go_back_says_so(trees):
+def test_an_exchange_that_cannot_be_undone_is_reported_as_torn(trees):
     flip = Exchange(*trees)
     mine, theirs = flip._params[3]
     flip._params[3] = mine, Unwilling(theirs, 2)
@@ -108,7 +108,7 @@ class Mixer(torch.nn.Module):
         self.register_buffer("table", torch.zeros(4), persistent=False)
 
 
-def test_a_buffer_that_shows_a_parameter_goes_with_it_and_others_stay():
+def test_a_buffer_that_is_a_view_of_a_parameter_is_exchanged_with_it():
     live, second = Mixer(), Mixer()
     before, table = second.convolution.weight.flatten().tolist(), live.table.data_ptr()
     flip = Exchange(live, second)
@@ -120,7 +120,7 @@ def test_a_buffer_that_shows_a_parameter_goes_with_it_and_others_stay():
     assert live.table.data_ptr() == table
 
 
-def test_trees_that_do_not_show_the_same_are_not_exchanged():
+def test_module_trees_with_different_views_are_not_exchanged():
     with pytest.raises(RuntimeError, match=r"shown shows convolution\.weight"):
         Exchange(Mixer(), Mixer(is_shown=False))
 

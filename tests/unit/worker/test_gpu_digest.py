@@ -109,7 +109,7 @@ def test_an_audit_of_nothing_says_nothing():
     assert GpuDigest(torch.device("cpu"), {}).results() == []
 
 
-def test_sums_have_rows_enough_for_every_tensor():
+def test_a_digest_run_may_have_more_tensors_than_one_table_has_rows():
     audit = GpuDigest(torch.device("cpu"), {})
     empty = torch.empty(0, dtype=torch.int8)
     audit.add([(str(number), empty) for number in range(ROWS - 2)])
@@ -133,7 +133,7 @@ def test_a_table_is_made_on_the_host_and_copied_once():
     ]
 
 
-def test_integers_have_nothing_to_count():
+def test_integer_tensors_are_not_searched_for_nonfinite_values():
     assert nonfinite_width(torch.int8) == 0
 
 

@@ -144,7 +144,7 @@ def test_weights_behind_weak_references_are_found() -> None:
     assert paths(holding(weakref.ref(weight))) == ["it().weight"]
 
 
-def test_a_hidden_layer_is_looked_through_as_the_models_own_are() -> None:
+def test_a_hidden_layer_is_searched_like_the_models_own_layers() -> None:
     hidden = torch.nn.Sequential(torch.nn.Identity(), torch.nn.BatchNorm1d(2))
     vars(hidden[0])["table"] = [torch.zeros(2)]
     assert set(paths(holding({"a": hidden}))) == {
@@ -154,7 +154,7 @@ def test_a_hidden_layer_is_looked_through_as_the_models_own_are() -> None:
     }
 
 
-def test_a_hidden_layer_without_weights_is_none_of_a_version() -> None:
+def test_a_hidden_layer_without_weights_is_not_reported() -> None:
     rope = torch.nn.Module()
     rope.register_buffer("cache", torch.zeros(8), persistent=False)
     assert paths(holding([rope, torch.nn.ReLU()])) == []
@@ -193,7 +193,7 @@ def test_a_value_shared_with_a_quantised_layer_is_searched_for_the_other_layer(
     assert paths(torch.nn.Sequential(*layers)) == ["it.weight"]
 
 
-def test_a_container_is_looked_into_from_near_and_from_far() -> None:
+def test_a_container_is_searched_although_it_was_first_met_too_deep() -> None:
     layers = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     numbers = [torch.ones(4, dtype=torch.int8)]
     vars(layers[0])["far"], vars(layers[1])["near"] = Record(numbers), numbers

@@ -55,7 +55,7 @@ def test_tensors_of_a_tower_that_was_not_built_are_known_by_their_checkpoints_na
         ("model.mtpx.weight", False),
     ],
 )
-def test_mtp_layers_are_spares_where_nobody_drafts_with_them(name: str, is_mtp: bool):
+def test_mtp_layers_are_ignored_without_an_mtp_drafter(name: str, is_mtp: bool):
     model = torch.nn.Module()
     for field in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
         spares = spares_of(model, num_hidden_layers=2, **{field: 1})

@@ -23,7 +23,7 @@ def warn() -> None:
 
 
 @pytest.mark.parametrize("name, count", [(STAGING_THREAD, 1), ("another", 3)])
-def test_only_the_staging_thread_is_silent(
+def test_expected_warnings_are_silenced_on_the_staging_thread_only(
     monkeypatch: pytest.MonkeyPatch, name: str, count: int
 ) -> None:
     silence_expected_warnings()
@@ -41,7 +41,7 @@ def test_only_the_staging_thread_is_silent(
     assert len(records) == count
 
 
-def test_the_messages_are_upstreams() -> None:
+def test_the_silenced_warnings_exist_upstream() -> None:
     for module, text in (
         (layerwise, "%s: Failed to load weights"),
         (utils, "Attempted to load weight %s with dtype %s into "),

@@ -51,7 +51,7 @@ def loaded(empty: Callable[..., torch.Tensor]) -> Latent:
 
 
 @pytest.mark.parametrize("memory", ["arena", "exchanged"])
-def test_halves_are_of_the_version_that_is_served(memory):
+def test_derived_halves_belong_to_the_served_version(memory):
     with Arena.open(torch.device("cpu"), 1 << 26) as arena:
         live = loaded(arena.empty if memory == "arena" else torch.empty)
         with torch.device("meta" if memory == "arena" else "cpu"):

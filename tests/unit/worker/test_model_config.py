@@ -102,7 +102,7 @@ def test_the_spelling_of_older_transformers_is_the_same_model(tmp_path: Path) ->
         ({"hidden_act": "gelu"}, "hidden_act"),
     ],
 )
-def test_another_model_is_refused_by_the_name_of_the_field(
+def test_another_model_is_rejected_by_the_name_of_the_field(
     tmp_path: Path, change: dict[str, Any], named: str
 ) -> None:
     live = served(tmp_path / "live", QWEN3)
@@ -136,7 +136,7 @@ def test_a_field_that_an_override_sets_is_not_compared(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_an_invalid_configuration_raises_no_error_but_a_rejection(
+def test_an_invalid_configuration_is_rejected_without_another_error(
     tmp_path: Path, change: dict[str, Any]
 ) -> None:
     live = served(tmp_path / "live", QWEN3 | {"layer_types": ["full_attention"] * 2})
@@ -144,7 +144,7 @@ def test_an_invalid_configuration_raises_no_error_but_a_rejection(
         require_same_architecture(change, live)
 
 
-def test_no_configuration_says_nothing_and_a_broken_one_is_named(
+def test_a_folder_without_a_configuration_is_accepted_and_a_broken_one_is_named(
     tmp_path: Path,
 ) -> None:
     live = served(tmp_path / "live", QWEN3)

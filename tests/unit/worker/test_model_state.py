@@ -32,7 +32,7 @@ def is_freed(module: list[torch.nn.Module]) -> bool:
     return part() is None
 
 
-def test_a_module_has_one_fact_of_a_class() -> None:
+def test_a_module_remembers_one_state_of_each_class() -> None:
     model, state = torch.nn.Identity(), ModelState.of(torch.nn.Identity())
     assert recall(model, Kept) is None
     assert ATTRIBUTE not in vars(model), "asking leaves no trace"
@@ -45,7 +45,7 @@ def test_a_module_has_one_fact_of_a_class() -> None:
     assert state.pop(Kept) is recall(model, Kept) is None
 
 
-def test_a_fact_that_is_a_module_is_no_part_of_the_model() -> None:
+def test_a_remembered_module_does_not_become_part_of_the_model() -> None:
     model = torch.nn.Linear(2, 2)
     ModelState.of(model).set(Kept(torch.nn.Linear(2, 2)))
     ModelState.of(model).set(torch.nn.Linear(2, 2))

@@ -11,7 +11,7 @@ SIZE = 64
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU build's kernel")
-def test_a_scale_that_changes_hands_changes_no_packed_weight() -> None:
+def test_changed_scales_do_not_change_a_packed_weight() -> None:
     from vllm import _custom_ops as ops
     from vllm.platforms import current_platform
 

@@ -33,7 +33,7 @@ def configured(**fields: Any) -> Any:
     return SimpleNamespace(**own | fields)
 
 
-def test_every_field_of_vllms_is_tried_or_indifferent_or_refused():
+def test_every_parallelism_field_of_vllm_is_tested_harmless_or_rejected():
     """A field of a new release stands in no list: it is refused, and noticed here."""
     fields = {field.name for field in dataclasses.fields(ParallelConfig)}
     assert parallelism.TESTED.isdisjoint(parallelism.INDIFFERENT)
@@ -75,11 +75,11 @@ def test_parallelism_that_was_not_tested_is_rejected_by_name(fields):
     assert reason.endswith(f"configuration: {name}={value!r}")
 
 
-def test_how_experts_are_shared_out_matters_where_they_are():
+def test_options_for_sharing_out_experts_do_not_block_models_without_experts():
     fields = {"expert_placement_strategy": "round_robin", "all2all_backend": "nixl_ep"}
     assert parallelism.parallelism_obstacle(configured(**fields)) is None
 
 
-def test_experts_that_move_by_themselves_are_refused_by_their_flag():
+def test_expert_load_balancing_is_rejected_by_its_flag():
     reason = parallelism.parallelism_obstacle(configured(enable_eplb=True))
     assert reason == "expert load balancing is enabled (--enable-eplb)"

@@ -36,7 +36,7 @@ def sets(arena) -> Sets:
     return Sets(arena)
 
 
-def test_twins_keep_what_upstream_made_of_a_parameter(sets):
+def test_shadow_parameters_keep_the_loaders_ties_and_shapes_of_the_live_ones(sets):
     assert is_mirrored(sets.second) and not is_mirrored(sets.live)
     assert sets.second.head.weight is sets.second.embed.weight
     assert sets.second.embed.weight.weight_loader == Model._load_embedding
@@ -69,7 +69,7 @@ def test_layers_that_adapters_wrap_are_flipped_without_their_stacks(arena):
         assert not any(arena.contains(stack) for stack in stacks)
 
 
-def test_without_pages_wrapped_layers_are_copied_over():
+def test_wrapped_layers_are_copied_over_without_an_arena():
     live, second = Model(torch.empty), Model(torch.empty)
     live.load_weights(version(0).items())
     second.load_weights(version(1).items())
@@ -90,7 +90,7 @@ def test_a_layer_that_is_tied_is_one_layer_however_often_it_is_wrapped():
     assert dict(layers(wrapped))["embed"] is wrapped.embed.base_layer
 
 
-def test_from_the_third_update_on_the_plan_does_without_the_loader(sets):
+def test_the_replay_plan_replaces_the_loader_from_the_third_update_on(sets):
     for seed in range(1, 6):
         sets.stage(version(seed).items())
         assert shows(sets.live, version(seed - 1))
@@ -109,7 +109,7 @@ class Directed(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_records_of_loaders_are_frozen_for_garbage_collection_when_they_are_new(
+def test_new_loader_records_are_excluded_from_garbage_collection_once(
     sets, monkeypatch
 ):
     frozen = []
@@ -170,7 +170,7 @@ def test_a_tensor_that_is_stored_in_one_piece_is_received_in_place(sets):
     assert sets.second.num_loads == 2 * len(version(0))
 
 
-def test_a_version_that_is_refused_leaves_what_is_live_and_the_next_one_works(sets):
+def test_a_rejected_version_keeps_the_live_weights_and_the_next_update_works(sets):
     sets.stage(version(1).items())
     sets.arena.flip()
     short = version(2)

@@ -32,7 +32,7 @@ def config(staging):
     return SimpleNamespace(additional_config={"inflight": {"staging": staging}})
 
 
-def test_auto_loads_the_model_all_the_same_and_knows_why():
+def test_staging_auto_loads_the_model_without_an_arena_and_keeps_the_reason():
     model = placement.load_into_arena(torch.nn.Identity, config("auto"))
     found = placement.placement_of(model)
     assert found.arena is None
@@ -62,7 +62,7 @@ def test_an_arena_that_was_torn_at_the_start_gives_its_memory_back(monkeypatch):
 
 
 @pytest.mark.parametrize("is_busy", [True, False])
-def test_a_worker_that_ends_takes_no_memory_away_under_what_is_staged(is_busy):
+def test_a_worker_that_ends_keeps_the_arena_open_while_an_update_is_staged(is_busy):
     with open_arena(torch.device("cpu")) as arena:
         model = torch.nn.Identity()
         ModelState.of(model).set(placement.Placement(arena, None))

@@ -109,7 +109,9 @@ def pair_in(arena: Arena) -> tuple[Model, Any]:
     return live, second_of(live, arena)
 
 
-def test_a_quantised_twin_is_processed_into_and_shows_at_the_flip(arena: Arena) -> None:
+def test_a_quantised_shadow_layer_is_processed_in_place_and_served_after_the_flip(
+    arena: Arena,
+) -> None:
     live, second = pair_in(arena)
     plan = Plan()
     places = [param.data_ptr() for param in live.parameters()]
@@ -144,7 +146,7 @@ def test_a_quantised_twin_is_processed_into_and_shows_at_the_flip(arena: Arena) 
     assert places == [param.data_ptr() for param in live.parameters()]
 
 
-def test_to_ask_about_a_layer_that_is_complete_and_packed_writes_and_counts_nothing(
+def test_asking_a_complete_packed_layer_about_a_name_writes_and_counts_nothing(
     arena: Arena,
 ) -> None:
     _, second = pair_in(arena)
@@ -175,7 +177,7 @@ def test_to_ask_about_a_layer_that_is_complete_and_packed_writes_and_counts_noth
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_a_break_that_ends_an_update_leaves_no_layer_without_memory(
+def test_a_break_that_ends_an_update_leaves_every_layer_its_memory(
     arena: Arena, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     live, second = pair_in(arena)
@@ -283,7 +285,7 @@ class MarlinLinearKernel:
     """The name of a kernel that moves a bias when it processes it."""
 
 
-def test_a_bias_that_its_kernel_would_move_out_of_its_place_is_refused(
+def test_a_bias_that_its_kernel_would_move_out_of_its_place_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layer = processed(0).linear
@@ -296,7 +298,7 @@ def test_a_bias_that_its_kernel_would_move_out_of_its_place_is_refused(
     )
 
 
-def test_a_number_that_graphs_are_compiled_with_may_not_change() -> None:
+def test_a_constant_that_graphs_are_compiled_with_may_not_change() -> None:
     live, second = processed(0), processed(1)
     live.linear.quant_method.shift = second.linear.quant_method.shift = 0.5
     require_same_numbers(live, second, {"linear.weight"})

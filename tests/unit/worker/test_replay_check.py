@@ -117,7 +117,7 @@ def test_a_wrong_copy_never_goes_live(sets, monkeypatch, told):
     assert len(told) == 1 and "1 tensors (norm)" in told[0]
 
 
-def test_all_is_replayed_from_the_second_update_on(sets, told):
+def test_all_tensors_are_replayed_from_the_second_update_on(sets, told):
     sets.stage(Batches(version(1)))
     sets.stager.flip()
     assert sets.shadow.plan.num_proved == 0
@@ -188,7 +188,7 @@ def test_a_subset_update_restores_weights_that_the_replay_check_overwrote(sets):
     assert shows(sets.live, version(1) | {"embed.weight": embed})
 
 
-def test_a_proof_that_is_ended_leaves_what_it_proved(sets, monkeypatch):
+def test_an_interrupted_replay_check_keeps_what_it_has_proved(sets, monkeypatch):
     sets.stage(version(1).items())
     sets.stager.flip()
     monkeypatch.setattr(replay_check, "BATCH_BYTES", 1)
@@ -267,7 +267,7 @@ def test_a_tensor_that_its_loader_transposes_or_clears_is_not_received_in_place(
         *(torch.int8, torch.int32, torch.int64),
     ],
 )
-def test_no_two_elements_of_a_batch_have_one_pattern(dtype):
+def test_no_two_elements_of_a_batch_have_equal_patterns(dtype):
     shapes = {"a": (300, 7), "b": (300, 7), "c": ()}
     batch = [(n, replay_check.Entry(torch.Size(s), dtype)) for n, s in shapes.items()]
     digits = range(replay_check._num_digits(batch))
@@ -291,7 +291,7 @@ def test_no_two_elements_of_a_batch_have_one_pattern(dtype):
     ],
     ids=str,
 )
-def test_patterns_are_numbers(dtype):
+def test_the_patterns_of_the_replay_check_are_finite_numbers(dtype):
     """A GPU that copies many tensors at once has one NaN for all of them."""
     entry = Entry(torch.Size([70_000]), dtype)
     digits = []

@@ -72,7 +72,7 @@ def test_copies_of_any_part_are_replayed_from_any_bucket():
     check_replay(turned, (3, 8), (8, 3))
 
 
-def test_padding_is_filled_again():
+def test_a_replay_fills_the_padding_again():
     entry = check_replay(padded, (8, 3), (5, 3))
     assert len(entry.filled) == 2
 
@@ -86,7 +86,7 @@ def test_a_tensor_that_its_loader_does_not_just_copy_is_not_replayed():
         assert plan.entry("t", tensor) is None
 
 
-def test_another_tensor_of_the_same_bucket_is_not_this_one():
+def test_a_copy_from_another_tensor_of_the_bucket_is_not_recorded():
     param = torch.nn.Parameter(torch.zeros(8, 3), requires_grad=False)
     bucket = torch.randn(2, 8, 3)
     entry = Entry(bucket[0].shape, bucket.dtype)
@@ -106,7 +106,7 @@ def test_a_tensor_of_another_form_is_not_replayed():
     assert plan.entry("u", torch.randn(8, 3)) is None
 
 
-def test_only_what_ends_up_whole_and_in_one_piece_has_a_place():
+def test_only_a_tensor_that_fills_one_contiguous_range_can_be_received_in_place():
     cases = {
         "whole": (whole, (8, 3), (8, 3), True),
         "padded": (padded, (8, 3), (5, 3), True),
@@ -125,7 +125,7 @@ def test_only_what_ends_up_whole_and_in_one_piece_has_a_place():
         assert plan.place("t", (*shape, 1), torch.float32) is None
 
 
-def test_a_tensor_that_is_converted_is_replayed_but_has_no_place():
+def test_a_converted_tensor_is_replayed_but_not_received_in_place():
     param = torch.nn.Parameter(torch.zeros(8, 3, dtype=torch.bfloat16), False)
     plan = Plan()
     tensor = torch.randn(8, 3)
@@ -143,7 +143,7 @@ def test_a_tensor_that_fills_nothing_is_not_kept():
     assert plan.entry("t", tensor) is None
 
 
-def test_a_view_is_its_place_in_the_storage():
+def test_a_view_is_described_by_its_place_in_the_storage():
     assert view_of(torch.zeros(4, 6)[1:, ::2]) == (6, (3, 3), (6, 2))
 
 
@@ -168,7 +168,7 @@ def test_tensors_of_several_dtypes_are_not_copied_in_one_call(monkeypatch):
     assert sorted(map(len, calls)) == [1, 1, 1]
 
 
-def test_loaders_that_are_not_called_are_left_alone_until_one_is():
+def test_loaders_are_not_wrapped_until_one_is_called():
     model = torch.nn.Linear(3, 2, bias=False)
     own = whole
     model.weight.weight_loader = own
@@ -204,7 +204,7 @@ def test_missing_elements_are_counted_on_the_host():
         ([(0, (3, 2), (4, 1)), (1, (6,), (2,))], 3),
     ],
 )
-def test_views_that_overlap_are_not_complete_because_they_add_up(views, missing):
+def test_overlapping_views_do_not_count_as_complete(views, missing):
     fill = Fill(12, {view: math.prod(view[1]) for view in views})
     assert sum(fill.views.values()) == 12
     assert fill.missing == missing

@@ -38,7 +38,7 @@ def test_rounding_functions_run_on_the_device_where_a_fresh_engine_runs_them():
     assert seen(of_the_parameter, HOST, ELSEWHERE) == [HOST] * 2
 
 
-def test_memory_of_what_a_loader_made_is_freed_as_it_is_without():
+def test_tensors_that_a_loader_made_are_freed_during_rounding():
     with LoaderRounding((torch.ones(4), HOST)) as arithmetic:
         kept = [torch.exp(torch.ones(4)) for _ in range(3)]
     assert len(arithmetic._places) == 1

@@ -60,7 +60,7 @@ def values(digest: ops.Digest, tensor: torch.Tensor) -> ops.Digest:
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(parts())
-def test_parts_wherever_they_lie_add_up_to_the_digest_of_the_whole(made):
+def test_the_digests_of_parts_add_up_to_the_digest_of_the_whole(made):
     whole, pieces = made
     sums, reading = Sums(HOST, 1), Reading(Scratch(HOST))
     for tensor, part in pieces:
@@ -106,7 +106,7 @@ def check_kernel() -> None:
 
 
 @pytest.mark.seconds
-def test_a_gpu_reads_them_alike():
+def test_the_gpu_kernel_of_the_scrub_equals_the_cpu():
     pytest.importorskip("triton", reason="Triton is not installed")
     run = subprocess.run(
         [sys.executable, "-c", f"from {__name__} import check_kernel as c; c()"],
@@ -212,7 +212,7 @@ def reply(held: dict[str, tuple[torch.Tensor, torch.Tensor, int]]) -> dict[str, 
     return packed | {"names": names, "wrong": [], "unknown": [], "num_marked": 0}
 
 
-def test_ranks_are_added_up_and_copies_must_agree():
+def test_a_scrub_adds_up_shards_and_requires_equal_copies():
     whole, norm = torch.randn(8, 4), torch.randn(4)
     shards = [
         {"w": (whole, whole[at : at + 4], at), "n": (norm, norm, 0)} for at in (0, 4)
@@ -230,7 +230,7 @@ def test_ranks_are_added_up_and_copies_must_agree():
     assert (told["result"], told["unknown"]) == ("equal", ["w"])
 
 
-def test_stages_hold_tensors_of_their_own():
+def test_a_scrub_combines_tensors_that_only_one_stage_has():
     one, other, both = torch.randn(8, 4), torch.randn(8, 4), torch.randn(8)
     first = reply({"a": (one, one, 0), "e": (both, both, 0)})
     last = reply({"b": (other, other, 0), "e": (both, both, 0)})
@@ -240,7 +240,7 @@ def test_stages_hold_tensors_of_their_own():
     assert judged([first, last])["different"] == ["b", "e"]
 
 
-def test_nothing_to_compare_with_is_told():
+def test_a_scrub_without_an_expected_digest_reports_unknown():
     nothing = reply({}) | {"unknown": ["w"]}
     told = judged([nothing])
     assert (told["result"], told["num_unknown"]) == ("unknown", 1)

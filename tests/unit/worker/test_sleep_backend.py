@@ -66,7 +66,7 @@ def worker(asked: list[str]) -> Iterator[Worker]:
         yield Worker(arena)
 
 
-def test_level_1_brings_everything_back_where_it_was(
+def test_a_level_1_sleep_restores_every_weight_at_its_address(
     worker: Worker, asked: list[str]
 ) -> None:
     worker.publish(1)
@@ -83,7 +83,9 @@ def test_level_1_brings_everything_back_where_it_was(
     assert worker.serves(2)
 
 
-def test_level_2_keeps_what_is_no_weight(worker: Worker, asked: list[str]) -> None:
+def test_a_level_2_sleep_keeps_buffers_and_loses_weights(
+    worker: Worker, asked: list[str]
+) -> None:
     for seed in range(1, 6):
         worker.backend.suspend(2)
         assert worker.arena.stats()["backed_bytes"] == 0
@@ -96,7 +98,7 @@ def test_level_2_keeps_what_is_no_weight(worker: Worker, asked: list[str]) -> No
     assert asked[0] == "sleep runtime" and len(asked) == 15
 
 
-def test_there_is_no_way_back_over_a_sleep(worker: Worker) -> None:
+def test_a_sleep_drops_the_rollback_target(worker: Worker) -> None:
     worker.publish(1)
     worker.backend.suspend(1)
     worker.backend.resume()
@@ -105,7 +107,7 @@ def test_there_is_no_way_back_over_a_sleep(worker: Worker) -> None:
     assert worker.serves(1) and worker.sets.stager.served is not None
 
 
-def test_after_level_2_nothing_is_known_of_what_is_served(worker: Worker) -> None:
+def test_the_served_contents_are_unknown_after_a_level_2_sleep(worker: Worker) -> None:
     worker.publish(1)
     worker.backend.suspend(2)
     worker.backend.resume()
@@ -143,7 +145,7 @@ def test_a_subset_copies_weights_overwritten_while_awake(worker: Worker) -> None
     assert shows(worker.sets.live, version(3) | norm)
 
 
-def test_a_second_set_without_room_at_waking_comes_with_the_next_update(
+def test_missing_shadow_memory_after_a_wake_up_is_obtained_by_the_next_update(
     worker: Worker,
 ) -> None:
     one = sum(num_bytes for _, num_bytes in worker.arena.runs())
@@ -170,7 +172,7 @@ def test_a_wake_up_without_room_can_be_repeated(
     assert worker.serves(1)
 
 
-def test_a_host_without_memory_refuses_before_anything_has_changed(
+def test_a_sleep_is_rejected_before_any_change_if_the_host_lacks_memory(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker.publish(1)
@@ -204,7 +206,7 @@ def test_a_copy_for_a_sleep_that_never_came_is_not_restored(
 
 
 @pytest.mark.parametrize("call", ["unmap", "release"])
-def test_a_sleep_that_failed_ends_as_it_began_and_is_not_remembered(
+def test_a_failed_sleep_changes_nothing_and_keeps_no_backup(
     worker: Worker, call: str
 ) -> None:
     worker.publish(1)
@@ -248,7 +250,7 @@ def test_sleeping_twice_is_sleeping_once(worker: Worker) -> None:
     assert worker.serves(0)
 
 
-def test_discarded_weights_are_as_those_of_level_2(
+def test_discarded_weights_are_lost_as_after_a_level_2_sleep(
     worker: Worker, asked: list[str]
 ) -> None:
     worker.backend.discard(("kv_cache",))
@@ -260,7 +262,7 @@ def test_discarded_weights_are_as_those_of_level_2(
     assert not any(p.any() for p in worker.sets.live.parameters())
 
 
-def test_weights_outside_of_both_are_refused_at_the_start(
+def test_sleep_mode_with_staging_off_is_rejected_at_the_start(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stager: Any = SimpleNamespace(

@@ -109,7 +109,7 @@ def told(board: StatusBoard, serial: int = 1) -> Any:
 
 
 @pytest.mark.parametrize("fault", [SystemExit(3), KeyboardInterrupt(), OSError("no")])
-def test_a_transport_that_raises_whatever_it_likes_fails_its_update(
+def test_any_exception_of_a_transport_fails_the_update(
     stager: StagingWorker,
     board: StatusBoard,
     transport: Transport,
@@ -133,7 +133,7 @@ def test_long_loops_of_a_job_have_breaks(
     until(lambda: not stager.is_busy, "it never ends")
 
 
-def test_the_first_bytes_are_told_at_once(
+def test_the_first_received_bytes_are_reported_at_once(
     stager: StagingWorker, board: StatusBoard
 ) -> None:
     job = StagingThread(stager, board, 1, predecessor=None)
@@ -179,7 +179,7 @@ def test_a_notice_that_cannot_be_posted_still_says_that_the_update_failed(
     assert "the wire is gone" in error.message
 
 
-def test_a_job_that_cannot_be_made_is_told_of(
+def test_a_staging_job_that_cannot_be_created_is_reported(
     stager: StagingWorker, board: StatusBoard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stager.worker.vllm_config, "additional_config", None)
@@ -188,7 +188,7 @@ def test_a_job_that_cannot_be_made_is_told_of(
     assert not stager.is_busy
 
 
-def test_a_rank_posts_where_its_engine_reads_whatever_a_launcher_calls_it(
+def test_a_rank_posts_to_the_entry_that_its_engine_reads_under_any_launcher(
     stager: StagingWorker, board: StatusBoard
 ) -> None:
     assert stager.rank == RANK
@@ -197,7 +197,7 @@ def test_a_rank_posts_where_its_engine_reads_whatever_a_launcher_calls_it(
     assert board.read(0) == {}
 
 
-def test_a_rank_that_its_engine_has_no_place_for_is_refused_when_it_attaches(
+def test_a_rank_that_its_engine_has_no_place_for_is_rejected_when_it_attaches(
     stager: StagingWorker, board: StatusBoard
 ) -> None:
     with pytest.raises(ValueError, match="it has 1 ranks, and this is number 1"):

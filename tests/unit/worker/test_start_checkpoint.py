@@ -38,7 +38,9 @@ def written(folder: Path, **files: str) -> str:
     return str(folder)
 
 
-def test_all_files_are_read_and_a_drafters_names_are_told_apart(tmp_path: Path):
+def test_all_checkpoint_files_are_read_and_a_drafters_names_get_a_prefix(
+    tmp_path: Path,
+):
     model = written(tmp_path / "model", one="a.weight", two="b.weight")
     draft = written(tmp_path / "draft", one="c.weight")
     found = origin(model, draft)
@@ -46,7 +48,7 @@ def test_all_files_are_read_and_a_drafters_names_are_told_apart(tmp_path: Path):
     assert all(name not in found for name in ("c.weight", "draft.a.weight", "a"))
 
 
-def test_a_file_that_is_none_has_no_names_and_hides_no_others(tmp_path: Path):
+def test_an_invalid_file_does_not_hide_the_names_of_other_files(tmp_path: Path):
     model = Path(written(tmp_path / "model", one="a.weight"))
     (model / "zero.safetensors").write_bytes(b"")
     assert "a.weight" in origin(str(model))
@@ -58,12 +60,14 @@ def test_a_checkpoint_that_is_not_on_this_host_has_no_names(tmp_path: Path):
 
 
 @pytest.mark.parametrize("load_format", ["sharded_state", "runai_streamer_sharded"])
-def test_files_of_ranks_are_no_checkpoint(tmp_path: Path, load_format: str):
+def test_checkpoints_saved_per_rank_have_no_known_names(
+    tmp_path: Path, load_format: str
+):
     model = written(tmp_path / "model", one="a.weight")
     assert not origin(model, load_format=load_format)
 
 
-def test_where_nothing_was_loaded_a_changed_model_need_not_be_that_of_the_folder(
+def test_names_of_the_folder_are_unknown_if_a_dummy_model_was_changed(
     tmp_path: Path,
 ):
     model = written(tmp_path / "model", one="a.weight")
@@ -83,7 +87,9 @@ def test_shapes_are_known_where_files_agree(tmp_path: Path):
     assert found.shape("c") is None
 
 
-def test_it_is_what_was_there_at_the_start(tmp_path: Path):
+def test_the_start_checkpoint_keeps_its_names_after_a_file_is_overwritten(
+    tmp_path: Path,
+):
     """A trainer may save its next version over it."""
     model = written(tmp_path / "model", one="a.weight")
     found = origin(model)
@@ -93,7 +99,7 @@ def test_it_is_what_was_there_at_the_start(tmp_path: Path):
 
 
 @pytest.mark.parametrize("has_some", [False, True])
-def test_where_ranks_hold_parts_nothing_is_known_to_be_of_no_use(has_some: bool):
+def test_a_tensor_may_be_unused_only_if_no_rank_has_part_of_it(has_some: bool):
     shadow: Any = SimpleNamespace(
         start_checkpoint=StartCheckpoint({"a": (1,)}), _has_some=has_some
     )

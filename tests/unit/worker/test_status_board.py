@@ -112,7 +112,7 @@ def test_a_stage_can_name_all_tensors_of_another_one_of_a_large_model(board):
     assert board.read(1) == {"state": "open"}
 
 
-def test_a_notice_that_does_not_fit_is_refused_and_the_last_one_stays(board):
+def test_a_notice_that_does_not_fit_is_rejected_and_the_last_one_stays(board):
     board.post(0, {"state": "open"})
     with pytest.raises(ValueError, match="does not fit"):
         board.post(0, {"text": os.urandom(PAGE_BYTES).hex()})
@@ -132,7 +132,7 @@ def test_a_notice_that_does_not_fit_is_refused_and_the_last_one_stays(board):
         max_size=8,
     )
 )
-def test_whatever_is_posted_is_what_is_read(posts):
+def test_every_post_is_read_back_unchanged(posts):
     made = StatusBoard.create(2)
     made.unlink()
     last = [{}, {}]
@@ -146,7 +146,7 @@ def test_whatever_is_posted_is_what_is_read(posts):
 # Another process
 
 
-def test_two_processes_see_one_board_after_its_name_is_gone(board):
+def test_a_process_reads_the_board_after_its_name_is_unlinked(board):
     with writer(board):
         board.unlink()
         assert not Path(board.path).exists()
@@ -203,7 +203,7 @@ def test_a_page_half_written_by_the_dead_is_never_read(board):
     assert board.read(0) == {"state": "staged", "digest": "0" * 32}
 
 
-def test_a_board_without_room_is_refused_before_a_rank_dies_of_it(monkeypatch):
+def test_a_board_without_memory_is_rejected_when_it_is_created(monkeypatch):
     """Memory that is only promised ends the process that writes to it first."""
 
     def full(*_):
@@ -216,7 +216,7 @@ def test_a_board_without_room_is_refused_before_a_rank_dies_of_it(monkeypatch):
     nothing_came(known)
 
 
-def test_a_board_has_the_size_it_says():
+def test_the_file_of_a_board_has_the_stated_size():
     made = StatusBoard.create(3)
     assert os.path.getsize(made.path) == board_bytes(3) == len(made._map)
     made.unlink()
@@ -235,7 +235,7 @@ def beside(once: Callable[[], None]) -> Callable[[], None]:
     return begin
 
 
-def test_a_cancellation_is_never_taken_back_by_another_thread(board, monkeypatch):
+def test_a_cancellation_is_not_overwritten_by_another_thread(board, monkeypatch):
     read = StatusBoard.cancelled
     other = beside(lambda: board.cancel(9))
 

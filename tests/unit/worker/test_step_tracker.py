@@ -88,7 +88,7 @@ def test_weights_are_exchanged_on_the_stream_that_steps_in_another_thread(
         lambda worker: inflight_read(worker, "checksums"),
     ],
 )
-def test_so_are_adapters_and_what_upstream_writes_and_reads(
+def test_adapter_loads_and_upstreams_reads_and_writes_use_the_step_stream(
     current: threading.local,
     steps: StepTracker,
     call: Any,
@@ -125,7 +125,7 @@ def test_work_that_fails_between_two_steps_is_waited_for_too(
     assert steps.stream is not None and steps.stream.num_waits == 1
 
 
-def test_before_the_first_step_it_is_the_stream_of_whoever_calls(
+def test_a_call_before_the_first_step_uses_the_callers_stream(
     current: threading.local,
 ) -> None:
     steps = StepTracker(torch.device("cuda"))

@@ -137,12 +137,12 @@ def test_drift_and_digest_are_of_the_whole_version(sets):
     assert staged(content)["overall"] == expected > 0
 
 
-def test_on_weights_of_which_nothing_is_known_nothing_is_told_of_the_whole(sets):
+def test_a_subset_on_unknown_weights_leaves_the_whole_unknown(sets):
     assert sets.stage([("norm", version(1)["norm"])], ["norm"]) == 0
     assert sets.stager._contents == [None, None]
 
 
-def test_only_what_is_behind_is_carried(sets):
+def test_only_parameters_behind_the_live_version_are_copied(sets):
     sets.stage(version(1).items())
     sets.stager.flip()
     assert sets.stage([("norm", version(2)["norm"])], ["norm"]) == 2
@@ -162,7 +162,7 @@ def test_a_tensor_that_no_pattern_declares_is_not_received_in_place(sets):
     assert weights.placed == {"norm"}
 
 
-def test_a_parameter_that_was_begun_is_filled(sets):
+def test_a_parameter_left_half_written_by_a_failed_subset_is_restored_by_the_next(sets):
     q = {"attention.q": version(1)["attention.q"]}
     with pytest.raises(WeightsMismatch, match="missing"):
         sets.stage(q.items(), ["attention.*"])

@@ -40,13 +40,13 @@ def buffered(name: str, tensor: torch.Tensor, *, persistent: bool = True):
         ("codes", torch.zeros(4, dtype=torch.int64)),
     ],
 )
-def test_a_buffer_that_a_checkpoint_may_fill_is_refused(name, tensor):
+def test_a_buffer_that_a_checkpoint_may_fill_is_rejected(name, tensor):
     assert reason(buffered(name, tensor)) == f"layer it loads the buffer {name!r}"
     assert reason(buffered(name, tensor, persistent=False)) is None
 
 
 @pytest.mark.parametrize("name", ["_k_scale", "position_ids"])
-def test_buffers_that_no_version_has_of_its_own_are_not(name):
+def test_buffers_that_no_checkpoint_fills_are_allowed(name):
     assert reason(buffered(name, torch.arange(4.0))) is None
 
 
@@ -92,7 +92,7 @@ def test_weights_that_only_the_attention_backend_keeps_are_named():
     assert "keeps weights in its attribute 'impl.sinks'" in reason(cast)
 
 
-def test_weights_that_are_read_in_the_first_step_only_are_refused():
+def test_weights_that_are_read_in_the_first_step_only_are_rejected():
     half = torch.nn.Parameter(torch.zeros(4, dtype=torch.float16))
     casting = layer_with(sinks=half, impl=SimpleNamespace(sinks=half))
     assert reason(casting) == (
@@ -101,12 +101,12 @@ def test_weights_that_are_read_in_the_first_step_only_are_refused():
     assert "into the KV cache" in reason(layer_with(sink_populated=False))
 
 
-def test_encoder_outputs_of_another_engine_are_refused():
+def test_encoder_outputs_of_another_engine_are_rejected():
     shared = {"ec_transfer_config": SimpleNamespace()}
     assert "of other engines" in reason(torch.nn.Identity(), **shared)
 
 
-def test_a_drafter_that_drafts_in_parallel_is_refused():
+def test_a_drafter_that_drafts_in_parallel_is_rejected():
     drafting = SimpleNamespace(
         method="eagle", parallel_drafting=True, draft_model_config=None
     )
@@ -117,7 +117,7 @@ class GptOssForCausalLM(torch.nn.Module):
     """The name of a model whose loader writes past its parameters'."""
 
 
-def test_a_loader_that_writes_into_what_it_is_handed_is_refused_on_several_ranks():
+def test_a_loader_that_writes_into_its_input_is_rejected_on_several_ranks():
     for world_size, is_refused in (1, False), (2, True):
         parallel = SimpleNamespace(enable_eplb=False, world_size=world_size)
         config = SimpleNamespace(**CONFIG | {"parallel_config": parallel})
@@ -134,14 +134,14 @@ class Latent(MLAAttention):
         self.impl = None
 
 
-def test_latent_attention_is_refused_over_quantised_weights(monkeypatch):
+def test_latent_attention_is_rejected_over_quantised_weights(monkeypatch):
     layer = Latent()
     assert reason(layer) is None
     monkeypatch.setattr(layer.kv_b_proj, "quant_method", object(), raising=False)
     assert "over quantised weights" in mla.derived_obstacle(layer)
 
 
-def test_a_parameter_that_its_loader_made_is_refused_by_name():
+def test_a_parameter_that_its_loader_made_is_rejected_by_name():
     """As vLLM's models by way of transformers make a bias of their head."""
     live, second = (torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(2))
     assert support.difference(live, second) is None
@@ -166,7 +166,7 @@ def on_gpu(**config: object) -> str | None:
         ),
     ],
 )
-def test_weights_that_are_offloaded_are_refused_by_the_flag(offloading, flag):
+def test_weights_that_are_offloaded_are_rejected_by_the_flag(offloading, flag):
     """Before a second set takes memory of a GPU that was too small for one."""
     reason = on_gpu(offload_config=offloading)
     assert reason == f"its weights are offloaded to the host ({flag})"
@@ -186,7 +186,7 @@ def test_weights_that_other_engines_have_mapped_are_never_written_to(given, is_r
     assert (reason is not None and "--load-format ipc_cache" in reason) is is_refused
 
 
-def test_a_look_that_fails_is_a_reason_and_no_end(monkeypatch):
+def test_a_check_that_fails_blocks_updates_and_not_the_start(monkeypatch):
     """An engine that can be started without this package starts with it."""
 
     def fail(*_: object) -> None:

@@ -139,7 +139,7 @@ def test_a_rest_owed_from_between_two_steps_is_taken_beside_the_next_step(
 
 
 @pytest.mark.parametrize(("share", "hurry_s"), [(1, 3600), (0.01, 0)])
-def test_at_full_share_or_late_it_never_rests(
+def test_staging_at_full_share_or_past_its_hurry_time_never_rests(
     share: float, hurry_s: float, naps: list[float]
 ) -> None:
     steps = StepTracker()
@@ -153,7 +153,7 @@ def test_at_full_share_or_late_it_never_rests(
     assert not any(naps)
 
 
-def test_staging_has_a_core_to_run_on():
+def test_staging_has_at_least_one_free_core():
     assert free_cores()
     assert free_cores() <= set(range(os.cpu_count() or 1))
 
@@ -162,7 +162,7 @@ PACES = [lambda steps: DeviceThrottle(100.0, steps), lambda steps: Throttle(0.5,
 
 
 @pytest.mark.parametrize("make", PACES, ids=["device", "CPU"])
-def test_a_slice_of_python_is_followed_by_a_break_unless_it_is_late(
+def test_staging_takes_a_break_between_slices_unless_it_must_hurry(
     make: Callable[[StepTracker], Any], naps: list[float]
 ) -> None:
     steps = StepTracker()

@@ -73,7 +73,9 @@ def test_the_tripwire_reports_no_write_where_nothing_was_written(
 
 
 @pytest.mark.parametrize("kind", [list, tuple, dict, iter])
-def test_a_load_is_noted_whatever_it_is_given(worker: Worker, kind: Any) -> None:
+def test_a_load_is_detected_for_every_kind_of_argument(
+    worker: Worker, kind: Any
+) -> None:
     pairs = kind([("up.weight", worker.model.up.weight.detach().clone())])
     pairs = pairs.items() if isinstance(pairs, dict) else pairs
     assert worker.model.load_weights(pairs) == {"up.weight"}
@@ -95,7 +97,9 @@ def test_a_load_is_noted_before_it_writes(worker: Worker) -> None:
     assert seen == [False, True]
 
 
-def test_a_copy_of_a_model_is_loaded_into_by_itself(worker: Worker) -> None:
+def test_a_copied_model_is_loaded_without_a_write_to_the_original(
+    worker: Worker,
+) -> None:
     before = worker.model.up.weight.detach().clone()
     for copied in (
         copy.deepcopy(worker.model),
@@ -174,7 +178,7 @@ def test_a_weight_of_another_shape_stays_where_it_was_put_and_is_reported(
     assert worker.model.up.weight.shape == (64, 128)
 
 
-def test_experts_that_upstream_moves_itself_are_nobodys_write() -> None:
+def test_expert_moves_by_upstream_do_not_count_as_writes() -> None:
     worker = Worker(enable_eplb=True)
     worker.model.up.weight.data.fill_(1)
     assert not worker.is_written
@@ -191,14 +195,14 @@ def test_weights_that_sleep_are_not_read(worker: Worker) -> None:
     assert worker.is_written
 
 
-def test_an_update_is_no_write(worker: Worker) -> None:
+def test_an_update_does_not_count_as_a_write(worker: Worker) -> None:
     worker.model.up.weight.data.fill_(1)
     worker.wire.changed()
     worker.wire.arm()
     assert not worker.is_written
 
 
-def test_between_an_update_and_the_next_call_an_eager_one_sees_what_comes(
+def test_only_an_eager_tripwire_detects_writes_right_after_an_update(
     worker: Worker,
 ) -> None:
     board = StatusBoard.create(1)
@@ -212,7 +216,7 @@ def test_between_an_update_and_the_next_call_an_eager_one_sees_what_comes(
     board.close()
 
 
-def test_the_board_tells_of_a_load_and_not_of_an_update(worker: Worker) -> None:
+def test_a_load_touches_the_status_board_and_an_update_does_not(worker: Worker) -> None:
     board = StatusBoard.create(1)
     worker.wire.attach(board.path, 1, False)
     worker.wire.changed()
@@ -255,7 +259,7 @@ def test_a_drafter_is_not_waited_for() -> None:
     assert worker.wire.look().num_required == 2
 
 
-def test_weights_that_cannot_be_sampled_hold_nobody_up(
+def test_weights_that_cannot_be_sampled_do_not_count_as_written(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(_: Any) -> Any:
@@ -269,7 +273,7 @@ def test_weights_that_cannot_be_sampled_hold_nobody_up(
     assert worker.is_written
 
 
-def test_layers_of_a_model_that_is_gone_have_no_tripwire() -> None:
+def test_layers_of_a_freed_model_have_no_tripwire() -> None:
     import gc
 
     worker = Worker()
