@@ -151,7 +151,7 @@ def test_tokens_flow_while_it_is_read_and_a_commit_begins_it_anew(
 
 
 def test_a_regular_scrub_reports_weights_that_have_changed(
-    start: Callable[..., Any], folders: tuple[Path, Path], caplog: Any
+    start: Callable[..., Any], folders: tuple[Path, Path]
 ) -> None:
     config = {"inflight": {"scrub_interval_s": 0.2}}
     llm = start(folders[0], additional_config=config)

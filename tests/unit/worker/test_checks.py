@@ -132,11 +132,24 @@ def test_a_fused_parameter_comes_whole_or_in_parts_and_not_both(sets, asks_loade
     assert shows(sets.live, named)
 
 
-def test_an_integer_tensor_for_a_float_parameter_is_rejected_by_another_name(sets):
-    named = renamed(1)
-    named[STRANGE] = named[STRANGE].to(torch.int32)
-    with pytest.raises(WeightsMismatch, match="it is int32, the model's is float32"):
+@pytest.mark.parametrize("num_before", [0, 1, 2])
+@pytest.mark.parametrize("other", [STRANGE, "another", FUSED])
+def test_an_integer_tensor_for_a_float_parameter_is_rejected_by_another_name(
+    sets, other, num_before
+):
+    """Also where floats came by that name before, and were recorded."""
+    named = version(1)
+    if other == FUSED:
+        named[other] = torch.cat([named.pop(f"attention.{part}") for part in SHARDS])
+    else:
+        named[other] = named.pop("norm")
+    for _ in range(num_before):
         sets.stage(named.items())
+    named[other] = named[other].to(torch.int32)
+    why = "it is int32, the model's is float32"
+    with pytest.raises(WeightsMismatch, match=f"{other}: .*{why}") as rejection:
+        sets.stage(named.items())
+    assert rejection.value.tensors == [other]
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])

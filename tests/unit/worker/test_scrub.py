@@ -159,6 +159,25 @@ def test_a_flip_during_a_scrub_ends_the_scrub_without_a_result():
         assert sets.stager.scrub("result") is None
 
 
+def test_the_scrub_after_one_that_a_flip_ended_reads_what_the_flip_left_live():
+    with Arena.open(HOST, 1 << 26) as arena:
+        sets = Sets(arena, kind=Model, first=version(0))
+        sets.shadow.asks_loader = True
+        for seed in (1, 2):
+            sets.stage(version(seed).items())
+            sets.stager.flip()
+        sets.stager.scrub("begin")
+        sets.stager.flip()
+        sets.live.whole.data.view(-1).view(torch.int32)[-1] ^= 1
+        assert sets.stager.scrub("begin") == 1
+        # All of version 1, which is live again, is as it was sent but for that bit.
+        told = judged([sets.stager.scrub("result")])
+        assert (told["num_different"], told["different"]) == (1, ["whole"])
+        sets.live.whole.data.view(-1).view(torch.int32)[-1] ^= 1
+        sets.stager.scrub("begin")
+        assert judged([sets.stager.scrub("result")])["result"] == "equal"
+
+
 def test_a_reader_during_the_slicing_reads_all_slices(monkeypatch):
     """The thread that stages makes them, and the one that decodes may ask then."""
     is_making, goes_on = threading.Event(), threading.Event()
