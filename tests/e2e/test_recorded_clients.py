@@ -122,7 +122,7 @@ def test_an_update_from_art_is_rejected_for_its_older_format_and_changes_nothing
 ) -> None:
     """ART 0.5.18 says in `update_info` what vLLM 0.28 and later take in `init_info`.
 
-    The requests are written by hand, as its code makes them.
+    The requests are written here by hand, and were not recorded.
     """
     before = greedy(server), server.client.get("/weight_info").json()["epoch"]
     assert server.client.post("/pause", params={"mode": "wait"}).status_code == 200

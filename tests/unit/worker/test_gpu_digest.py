@@ -140,9 +140,7 @@ def test_integers_have_nothing_to_count():
 def test_memory_that_a_kernel_uses_is_recorded_on_its_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Only the call can be seen: memory of the host has no stream to be recorded on,
-    and on a GPU the allocator keeps to itself what was recorded.
-    """
+    """On a CPU only the call can be seen: no stream uses memory of the host."""
     users: list[Any] = []
     table, page = (SimpleNamespace(record_stream=users.append) for _ in range(2))
     triton_module = "vllm.inflight.ops.triton_kernels"
