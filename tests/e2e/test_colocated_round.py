@@ -413,6 +413,13 @@ def test_weights_that_upstream_puts_to_sleep_go_with_the_kv_cache(
 def test_a_release_with_an_unknown_option_is_rejected(sleeper: Door) -> None:
     for asked in ({"tags": ["cuda_graph"]}, {"tags": []}, {"mode": "wait"}):
         assert sleeper.refused(RELEASE, **asked)[0] == 400
+    assert sleeper.core.model_executor.sleeping_tags == set()
+
+
+def test_a_worker_call_that_reads_weights_is_rejected_while_they_are_away(
+    sleeper: Door,
+) -> None:
+    sleeper.core.collective_rpc("compute_weight_checksums")
     sleeper.post(RELEASE, tags=["weights"])
     with pytest.raises(EngineAsleep):
         sleeper.core.collective_rpc("compute_weight_checksums")

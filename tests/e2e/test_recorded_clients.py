@@ -2,7 +2,7 @@
 
 The records were made by the scripts in tests/support/client_records, with the clients
 unmodified; these tests need none of them. TRL's bytes come over gloo, where it sends by
-NCCL.
+NCCL. Of ART there is no record: its requests are written here by hand.
 """
 
 import json
@@ -120,7 +120,10 @@ def test_requests_recorded_from_asynchronous_trl_are_answered_and_update_the_wei
 def test_an_update_from_art_is_rejected_for_its_older_format_and_changes_nothing(
     server: Server,
 ) -> None:
-    """ART 0.5.18 says in `update_info` what vLLM 0.28 and later take in `init_info`."""
+    """ART 0.5.18 says in `update_info` what vLLM 0.28 and later take in `init_info`.
+
+    The requests are written here by hand, and were not recorded.
+    """
     before = greedy(server), server.client.get("/weight_info").json()["epoch"]
     assert server.client.post("/pause", params={"mode": "wait"}).status_code == 200
     body: dict[str, Any] = {"is_checkpoint_format": True}

@@ -14,9 +14,11 @@ from vllm import SamplingParams
 
 from tests.support.engines.mixtures import NORMS, part
 from tests.support.engines.probe import greedy, prompts
+from tests.support.waiting import until
 from vllm.inflight.api.control.core_client import run_sync
 from vllm.inflight.api.control.methods import control_of
 from vllm.inflight.calls import ReadHealth, ReadMetrics
+from vllm.inflight.engine.integrity import scrubs
 
 pytestmark = pytest.mark.engine
 
@@ -153,10 +155,15 @@ def test_tokens_flow_during_a_scrub_and_a_commit_restarts_the_scrub(
 
 
 def test_a_regular_scrub_reports_weights_that_have_changed(
-    start: Callable[..., Any], folders: tuple[Path, Path], caplog: Any
+    start: Callable[..., Any],
+    folders: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = {"inflight": {"scrub_interval_s": 0.2}}
     llm = start(folders[0], additional_config=config)
+    # vLLM's logging hands nothing on to pytest, and forgets handlers at each start.
+    monkeypatch.setattr(scrubs.logger, "handlers", [caplog.handler])
     llm.update_weights_from_disk(str(folders[1]), "new")
     control = control_of(llm)
 
@@ -178,6 +185,8 @@ def test_a_regular_scrub_reports_weights_that_have_changed(
     assert "not what was committed" in health["weights_detail"]
     found = llm.weight_info()["scrub"]
     assert found["different"] == ["model.norm.weight"]
+    line = "NOT what was committed under that label: model.norm.weight"
+    until(lambda: line in caplog.text, "it was not logged")
     llm.update_weights_from_disk(str(folders[0]), "mended")
     assert not waits_for("equal")["weights_differ"]
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import save_file
 
 from tests.support.engines.bare_core import publish
@@ -13,7 +14,7 @@ from vllm.inflight.worker.verify import readback
 
 pytestmark = pytest.mark.engine
 
-HEAD = "lm_head.weight"
+HEAD, NORM = "lm_head.weight", "model.norm.weight"
 
 
 def test_weights_are_read_by_the_checkpoints_names(
@@ -111,6 +112,13 @@ def test_checksums_distinguish_two_versions_and_return_with_a_rollback(
     assert compared == {"match": True, "mismatches": []}
 
 
+def served_norm(door: Door) -> torch.Tensor:
+    """The memory of a parameter; a call of its worker would be noticed."""
+    worker: Any = door.core.model_executor.driver_worker
+    param: torch.Tensor = worker.worker.model_runner.model.get_parameter(NORM)
+    return param.data
+
+
 def test_the_live_weights_are_compared_with_their_digest(
     door: Door, folders: dict[str, Path]
 ) -> None:
@@ -121,6 +129,14 @@ def test_the_live_weights_are_compared_with_their_digest(
     assert "the live weights are what was committed" in told["message"]
     # The engine computes in a wider dtype than its checkpoint has, which loses nothing.
     assert told["num_tensors"] > 0 and told["num_unknown"] == 0
+    norm = served_norm(door)
+    norm[5] *= -1
+    told = door.post("/weights_checker", action="verify")
+    assert (told["success"], told["result"]) == (False, "different")
+    assert told["different"] == [NORM] and NORM in told["message"]
+    assert (told["weight_version"], told["digest"]) == ("new", digest)
+    norm[5] *= -1
+    assert door.post("/weights_checker", action="verify")["result"] == "equal"
 
 
 def test_checksums_leave_out_what_is_to_be_skipped(door: Door) -> None:

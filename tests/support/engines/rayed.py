@@ -57,15 +57,10 @@ def main(a: str, b: str, parallel: str) -> None:
         llm.collective_rpc("tests_make_room")
     seen: dict[str, Any] = {"before": state(llm)}
     name = "model.layers.0.mlp.down_proj.weight"
-    seen["refused"] = [
-        send(llm, b, **fault)
-        for rank in (0, 1)
-        for fault in (
-            {"poison": name},
-            {"poison": name, "fail_rank": rank},
-            {"fail_after": 9, "fail_rank": rank},
-        )
-    ]
+    seen["both ranks poisoned"] = send(llm, b, poison=name)
+    for rank in (0, 1):
+        seen[f"rank {rank} poisoned"] = send(llm, b, poison=name, fail_rank=rank)
+        seen[f"rank {rank} broken"] = send(llm, b, fail_after=9, fail_rank=rank)
     seen["after refusals"] = state(llm)
     seen["label after refusals"] = llm.get_weight_version()
     seen["whole"] = send(llm, b)

@@ -39,12 +39,21 @@ def upstreams() -> str:
 upstreams.__module__ = "vllm.entrypoints.rl.online.api_router"
 
 
+GENERATING = (
+    *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
+    *("/inference/v1/generate", "/generative_scoring", "/invocations"),
+)
+
+
 def attached(given: Namespace) -> tuple[FastAPI, InflightEndpoints]:
-    """A server's own application, with upstream's routes of some of our paths."""
+    """A server's own application, with upstream's routes: some have our paths."""
     app = FastAPI()
     app.state.args, app.state.engine_client = given, Engine()
     app.add_api_route("/pause", upstreams, methods=["POST"])
     app.add_api_route("/server_info", upstreams, methods=["GET"])
+    app.add_api_route("/v1/models", upstreams, methods=["GET"])
+    for path in GENERATING:
+        app.add_api_route(path, upstreams, methods=["POST"])
     plugin = InflightEndpoints()
     plugin.attach_router(app)
     return app, plugin
@@ -63,6 +72,7 @@ async def asked(
     engine: Engine,
     path: str,
     *,
+    method: str = "GET",
     scheme: str = "http",
     trusts: ssl.SSLContext | bool = True,
     **how: Any,
@@ -76,7 +86,7 @@ async def asked(
             url = f"{scheme}://127.0.0.1:{number}{path}"
             for _ in range(20):
                 with suppress(httpx.ConnectError):
-                    return await client.get(url, **how)
+                    return await client.request(method, url, **how)
                 await asyncio.sleep(0.05)
     finally:
         if (serving := getattr(plugin, "_serving", None)) is not None:
@@ -128,6 +138,15 @@ async def test_the_control_port_uses_the_ciphers_of_the_server(
 
 async def test_the_control_port_does_not_list_models():
     reply = await asked(args(free_port()), Engine(), "/v1/models")
+    assert reply.status_code == 404
+
+
+@pytest.mark.parametrize("path", GENERATING)
+async def test_generating_routes_answer_at_the_main_port_only(path):
+    given = args(free_port())
+    app, _ = attached(given)
+    assert caller(app).post(path).json() == upstreams()
+    reply = await asked(given, Engine(), path, method="POST")
     assert reply.status_code == 404
 
 

@@ -48,6 +48,7 @@ NAMES = [*OVERRIDES, *PRIVATES]
 OF_OTHER_LIBRARIES = {
     *("_C", "_cdata", "_foreach_copy_", "_schema", "_snapshot", "_storage_Use_Count"),
     *("_Options", "_devices", "_timeout", "_untyped_storage", "_orig_mod"),
+    "_release_ipc_counter_cuda",
     *("_checkpoint_conversion_mapping", "_keys_to_ignore_on_save"),
     *("_action_groups", "_option_string_actions", "_ops"),
 }

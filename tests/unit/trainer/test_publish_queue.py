@@ -78,10 +78,16 @@ def test_an_engine_whose_rate_limit_is_used_up_does_not_count_as_busy(engine):
         assert to.publish("v").version == "v"
 
 
-def test_a_publish_fails_when_the_rate_limit_outlasts_its_timeout(engine):
-    engine.faults[START] = [TooManyUpdates("in a minute", retry_after_s=60)]
+@pytest.mark.parametrize(("retry_after_s", "waits"), [(60, []), (8, [8, 8])])
+def test_a_publish_fails_when_the_rate_limit_outlasts_its_timeout(
+    engine, leaping, retry_after_s, waits
+):
+    """It fails as soon as that is known: no wait ends in nothing but the error."""
+    engine.faults[START] = [TooManyUpdates("later", retry_after_s=retry_after_s)] * 9
     with publisher(engine, timeout_s=20) as to, pytest.raises(TooManyUpdates):
         to.publish("v")
+    assert leaping == waits
+    assert len(engine.bodies(START)) == len(waits) + 1
 
 
 def test_a_snapshot_that_cannot_be_removed_fails_its_publish_and_no_other(

@@ -39,22 +39,29 @@ def test_an_invalid_tensor_list_is_rejected_by_name(info, named):
 
 
 @pytest.mark.parametrize(
-    ("sent", "named"),
+    ("sent", "num_good", "named"),
     [
-        ([("a", torch.zeros(2))], "'b' and all later"),
-        ([("a", torch.zeros(2)), ("c", torch.zeros(3))], "the source yields .'c'"),
-        ([("a", torch.zeros(3)), ("b", torch.zeros(3))], "the tensor list has .'a'"),
+        ([("a", torch.ones(2))], 1, "'b' and all later"),
+        ([("a", torch.ones(2)), ("c", torch.ones(3))], 1, "the source yields .'c'"),
+        ([("a", torch.ones(3)), ("b", torch.ones(3))], 0, "the tensor list has .'a'"),
         (
-            [("a", torch.zeros(2).half()), ("b", torch.zeros(3))],
+            [("a", torch.ones(2).half()), ("b", torch.ones(3))],
+            0,
             "the tensor list has .'a'",
         ),
         (
-            [("a", torch.zeros(2)), ("b", torch.zeros(3)), ("c", torch.zeros(1))],
+            [("a", torch.ones(2)), ("b", torch.ones(3)), ("c", torch.ones(1))],
+            2,
             "'c' is not in the tensor list",
         ),
     ],
 )
-def test_tensors_that_differ_from_the_tensor_list_are_rejected(sent, named):
+def test_tensors_that_differ_from_the_tensor_list_are_rejected(sent, num_good, named):
+    """The tensors before the first that differs are yielded, and no other."""
     announced = TensorList.of([("a", torch.zeros(2)), ("b", torch.zeros(3))])
+    yielded = []
     with pytest.raises(ValueError, match=named):
-        list(announced.checked(sent))
+        for index, content in announced.checked(sent):
+            yielded.append((index, content.view(torch.float32).tolist()))
+    good = [tensor.tolist() for _, tensor in sent[:num_good]]
+    assert yielded == list(enumerate(good))

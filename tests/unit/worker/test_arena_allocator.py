@@ -86,9 +86,12 @@ def test_idle_memory_of_torch_is_dropped_and_a_failure_is_reported(arena, monkey
     assert (arena.stats()["num_segments"], arena.stats()["num_handles"]) == (1, 2)
 
 
-def test_nested_loading_and_expandable_segments_are_rejected(arena):
+def test_nested_loading_is_rejected(arena):
     with arena.loading(), pytest.raises(RuntimeError, match="nest"):
         arena.loading().__enter__()
+
+
+def test_expandable_segments_of_torch_are_rejected():
     native.refuse_expandable_segments({"expandable_segments": False})
     with pytest.raises(errors.ConfigError, match="out of PYTORCH_CUDA_ALLOC_CONF"):
         native.refuse_expandable_segments({"expandable_segments": True})

@@ -130,13 +130,24 @@ def test_a_fused_parameter_comes_whole_or_in_parts_and_not_both(sets, asks_loade
     assert shows(sets.live, named)
 
 
+@pytest.mark.parametrize("num_before", [0, 1, 2])
+@pytest.mark.parametrize("other", [STRANGE, "another", FUSED])
 def test_an_integer_tensor_is_rejected_for_a_float_parameter_under_an_alternative_name(
-    sets,
+    sets, other, num_before
 ):
-    named = renamed(1)
-    named[STRANGE] = named[STRANGE].to(torch.int32)
-    with pytest.raises(WeightsMismatch, match="it is int32, the model's is float32"):
+    """Also where floats came by that name before, and were recorded."""
+    named = version(1)
+    if other == FUSED:
+        named[other] = torch.cat([named.pop(f"attention.{part}") for part in SHARDS])
+    else:
+        named[other] = named.pop("norm")
+    for _ in range(num_before):
         sets.stage(named.items())
+    named[other] = named[other].to(torch.int32)
+    why = "it is int32, the model's is float32"
+    with pytest.raises(WeightsMismatch, match=f"{other}: .*{why}") as rejection:
+        sets.stage(named.items())
+    assert rejection.value.tensors == [other]
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])

@@ -96,11 +96,14 @@ def test_the_drift_is_unknown_without_a_version_before():
 
 
 def test_a_tensor_that_only_one_version_has_is_left_out():
-    old, new = version(), version()
+    """One of another size is no tensor of both, either."""
+    old, new = version(), moved(version(), 0.1)
     del old[TOP]
-    new[SMALL] = new[SMALL][:10]
+    new[SMALL] = new[SMALL][:10] * 100
     found = drift(samples(old), samples(new))
     assert set(found["layers"]) == {"model.layers.0", "model.layers.11"}
+    both = ({name: named[name] for name in (LARGE, OTHER)} for named in (old, new))
+    assert found == drift(*map(samples, both))
 
 
 def test_the_drift_from_all_zero_weights_is_unknown():

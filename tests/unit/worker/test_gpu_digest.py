@@ -140,6 +140,7 @@ def test_integer_tensors_are_not_searched_for_nonfinite_values():
 def test_memory_that_a_kernel_uses_is_recorded_on_its_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """On a CPU only the call can be seen: no stream uses memory of the host."""
     users: list[Any] = []
     table, page = (SimpleNamespace(record_stream=users.append) for _ in range(2))
     triton_module = "vllm.inflight.ops.triton_kernels"

@@ -6,6 +6,9 @@ import pytest
 import torch
 from vllm.model_executor.models.utils import StageMissingLayer, WeightsMapper
 
+from tests.support.shadow_on_host import Sets, shows, version
+from vllm.inflight.errors import WeightsMismatch
+from vllm.inflight.worker.memory.arena import Arena
 from vllm.inflight.worker.model.drafter import ModelWithDrafter
 from vllm.inflight.worker.verify.ignored_tensors import IgnoredTensors
 
@@ -69,7 +72,23 @@ def test_mtp_layers_are_ignored_without_an_mtp_drafter(name: str, is_mtp: bool):
 def test_a_tensor_that_the_mapper_of_the_model_drops_is_ignored():
     model = torch.nn.Module()
     model.hf_to_vllm_mapper = WeightsMapper(orig_to_new_prefix={"mtp.": None})
-    assert spares_of(model).has_left_out("mtp.fc.weight")
+    dropped = {"mtp.fc.weight": torch.ones(2)}
+    with Arena.open(torch.device("cpu"), 1 << 26) as arena:
+        sets = Sets(arena)
+        with pytest.raises(WeightsMismatch, match=r"unknown: mtp\.fc\.weight"):
+            sets.stage((version(1) | dropped).items())
+        sets.shadow.ignored = spares_of(model)
+        for seed in (1, 2, 3):  # recorded, proved, replayed
+            sets.stage((version(seed) | dropped).items())
+            sets.stager.flip()
+            assert shows(sets.live, version(seed))
+        with pytest.raises(WeightsMismatch, match=r"unknown: mtp\.fc\.weight"):
+            sets.stage(dropped.items(), ("mtp.*",))
+
+
+def test_a_tensor_is_not_ignored_that_the_mapper_keeps_or_drops_for_a_drafter():
+    model = torch.nn.Module()
+    model.hf_to_vllm_mapper = WeightsMapper(orig_to_new_prefix={"mtp.": None})
     unset = {"tie_word_embeddings": None}
     assert not spares_of(model, hf=unset).has_left_out("model.norm.weight")
     model.is_mtp = True  # it is the drafter's

@@ -1,7 +1,6 @@
 """Another model is rejected, and another spelling of the same model is not."""
 
 import json
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,6 +69,7 @@ def served(folder: Path, config: dict[str, Any], overrides: Any = None) -> Any:
         {"tie_word_embeddings": True, "sliding_window": 0, "vocab_size": 999},
         {"auto_map": {"AutoModel": "modeling.Other"}, "num_key_value_heads": None},
         {"a_field_of_a_trainer": "unknown here"},
+        {"text_config": 5},  # these models have none
     ],
 )
 def test_a_configuration_that_changes_no_token_is_accepted(
@@ -124,23 +124,22 @@ def test_a_field_that_an_override_sets_is_not_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "error", "named"),
     [
-        {"num_hidden_layers": 1 << 40, "layer_types": None},
-        {"num_hidden_layers": 1},
-        {"num_attention_heads": "/etc/passwd"},
-        {"hidden_size": [128]},
-        {"rope_parameters": {"a": []}},
-        {"model_type": ["qwen3"]},
-        {"text_config": 5},
+        ({"num_hidden_layers": 1 << 40, "layer_types": None}, Malformed, r"1.1e\+12"),
+        ({"num_hidden_layers": 1}, Malformed, "num_hidden_layers"),
+        ({"num_attention_heads": "/etc/passwd"}, Malformed, "num_attention_heads"),
+        ({"hidden_size": [128]}, Malformed, "hidden_size"),
+        ({"rope_parameters": {"a": []}}, WeightsMismatch, "rope_parameters is"),
+        ({"model_type": ["qwen3"]}, WeightsMismatch, "model_type is 'qwen3' here"),
     ],
     ids=str,
 )
-def test_an_invalid_configuration_is_rejected_without_another_error(
-    tmp_path: Path, change: dict[str, Any]
+def test_an_invalid_configuration_is_rejected_by_name(
+    tmp_path: Path, change: dict[str, Any], error: type[Exception], named: str
 ) -> None:
     live = served(tmp_path / "live", QWEN3 | {"layer_types": ["full_attention"] * 2})
-    with suppress(Malformed, WeightsMismatch):
+    with pytest.raises(error, match=named):
         require_same_architecture(change, live)
 
 

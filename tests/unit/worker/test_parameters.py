@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tests.support.calm.engine_starts import thawed
 from tests.support.shadow_on_host import (
     Batches,
     InPlace,
@@ -110,17 +111,20 @@ class Directed(TorchFunctionMode):
 
 
 def test_new_loader_records_are_excluded_from_garbage_collection_once(
-    sets, monkeypatch
+    sets,
 ):
-    frozen = []
-    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(len(frozen)))
-    counts = []
-    for seed in range(1, 6):
-        sets.stage(InPlace(version(seed)))
-        sets.arena.flip()
-        counts.append(len(frozen))
+    was_frozen = []
+    with thawed():
+        for seed in range(1, 6):
+            made = [seed]  # whatever is there is frozen with the records
+            sets.stage(InPlace(version(seed)))
+            sets.arena.flip()
+            looked_at = {id(each) for each in gc.get_objects()}
+            records = [entry for _, entry in sets.shadow.plan.items()]
+            assert records and looked_at.isdisjoint(map(id, records))
+            was_frozen.append(id(made) not in looked_at)
     # When loaders were recorded, and when the first tensors were received in place.
-    assert counts == [1, 2, 2, 2, 2]
+    assert was_frozen == [True, True, False, False, False]
 
 
 def test_a_replay_calls_no_function_that_follows_the_default_device(sets):

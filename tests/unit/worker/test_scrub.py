@@ -159,6 +159,26 @@ def test_a_flip_during_a_scrub_ends_the_scrub_without_a_result():
         assert sets.stager.scrub("result") is None
 
 
+def test_the_scrub_after_one_that_a_flip_ended_reads_what_the_flip_left_live():
+    with Arena.open(HOST, 1 << 26) as arena:
+        sets = Sets(arena, kind=Model, first=version(0))
+        sets.shadow.asks_loader = True
+        for seed in (1, 2, 3):
+            sets.stage(InPlace(version(seed)))
+            sets.stager.flip()
+        sets.stager.scrub("begin")
+        sets.stager.flip()
+        for expected in ([], ["computed", "whole"]):
+            assert sets.stager.scrub("begin") == 1
+            told = judged([sets.stager.scrub("result")])
+            assert told["different"] == expected
+            # A copy is compared with what was sent, and the other with what was staged.
+            assert told["num_tensors"] > 0 and told["num_parameters"] > 0
+            for name in ("computed", "whole"):
+                param = sets.live.get_parameter(name)
+                param.data.view(-1).view(torch.int32)[-1] ^= 1
+
+
 def test_a_reader_during_the_slicing_reads_all_slices(monkeypatch):
     """The thread that stages makes them, and the one that decodes may ask then."""
     is_making, goes_on = threading.Event(), threading.Event()
