@@ -107,7 +107,7 @@ async def main() -> None:
                 await asyncio.gather(*(stream.task for stream in streams))
             for span in streams[0].choice.weight_versions:
                 text = streams[0].choice.text[span.start : span.end]
-                shown = text[:NUM_SHOWN] + "…" * (len(text) > NUM_SHOWN)
+                shown = "…" * (len(text) > NUM_SHOWN) + text[-NUM_SHOWN:]
                 print(f"  {span.start:3}-{span.end:<3} {span.version:8} {shown!r}")
         finally:
             engine.shutdown()

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.engine
 
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
 PROMPTS = [list(range(30 + i, 60 + i)) for i in range(3)]
-TOKENS = 900
+TOKENS = 600
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one-rank", "two-ranks"])

@@ -2,34 +2,36 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 
+from tests.support.preloaded_process import begin
+
 pytestmark = pytest.mark.engine
 
-ROOT = Path(__file__).parents[2]
 LEARNED = "weights change while tokens flow, weights change"
 
 
-def run(example: str) -> str:
-    """What an example prints."""
+def run(example: str, *, spawned: bool = False) -> str:
+    """What an example prints, run as `python -m examples.…`.
+
+    Args:
+        example: its name.
+        spawned: whether it is a process that imports vLLM itself, also on a CPU.
+
+    """
     environment = dict(os.environ)
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # these tests' own
-    done = subprocess.run(
-        [sys.executable, "-m", f"examples.{example}"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-8000:]
-    return done.stdout
+    with TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        module = f"examples.{example}"
+        code = begin(module, [], environment, out, err, spawned=spawned).wait(400)
+        shown = out.read_text()
+        assert code == 0, shown + err.read_text()[-8000:]
+    return shown
 
 
 def test_the_example_with_a_trainer_and_an_llm_in_one_script_learns():
@@ -127,6 +129,6 @@ def test_requests_outlive_the_turns_of_a_trainer():
 
 
 def test_a_trainer_process_and_a_server_over_http():
-    shown = run("serve_over_http")
+    shown = run("serve_over_http", spawned=True)
     assert f"['step-60'] '{LEARNED}" in shown
     assert "'weight_version': 'step-60'" in shown

@@ -24,11 +24,11 @@ def over_http(tp: int, dp: int, old: Path, new: Path) -> Any:
         return both(Served(server), str(old), str(new))
 
 
-QUICK = {("LLM", "one rank"), ("HTTP", "two ranks"), ("HTTP", "two data-parallel")}
+QUICK = {("LLM", "one rank")}
+"""Two ranks of two engines over HTTP are in test_four_ranks.py."""
 
 # Of dense models upstream refuses data parallelism offline.
 CELLS = [
-    # The server runs an AsyncLLM. Each shape is run by one entry point at least.
     pytest.param(door, shape, marks=() if (door, shape) in QUICK else pytest.mark.slow)
     for door in ("HTTP", "AsyncLLM", "LLM")
     for shape in SHAPES

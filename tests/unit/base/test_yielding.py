@@ -207,8 +207,12 @@ def test_collections_pass_the_specs_of_tensors_over():
     [
         pytest.param(str, id="its own names"),
         pytest.param(lambda name: f"module.{name}", id="with a prefix"),
-        pytest.param(lambda name: name.replace("experts", "expert_"), id="others"),
-        pytest.param(lambda name: f"{hash(name)}", id="none"),
+        pytest.param(
+            lambda name: name.replace("experts", "expert_"),
+            id="others",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(lambda name: f"{hash(name)}", id="none", marks=pytest.mark.slow),
     ],
 )
 def test_a_manifest_of_91_000_names_is_judged_in_slices(change):

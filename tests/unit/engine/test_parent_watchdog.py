@@ -37,7 +37,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize(
+    "method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow), "spawn"]
+)
 def test_cores_end_when_their_front_end_is_killed(method: str, tmp_path: Path) -> None:
     script = tmp_path / "front_end.py"
     script.write_text(FRONT_END)
