@@ -38,13 +38,16 @@ def free_gib() -> float:
 class Stream:
     """One request, and what has come of it so far."""
 
-    def __init__(self, engine: AsyncLLM) -> None:
+    def __init__(self, engine: AsyncLLM, num_tokens: int = TOKENS) -> None:
         self.choice: Any = None
         self._engine = engine
+        self._num_tokens = num_tokens
         self.task = asyncio.create_task(self._read())
 
     async def _read(self) -> None:
-        params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+        params = SamplingParams(
+            temperature=0, max_tokens=self._num_tokens, ignore_eos=True
+        )
         async for chunk in self._engine.generate(PROMPT, params, str(uuid.uuid4())):
             self.choice = chunk.outputs[0]
 
@@ -105,10 +108,13 @@ async def main() -> None:
                     await streams[0].reaches(num_tokens)
                     await take_turn(engine, trainer, publisher, streams[0])
                 await asyncio.gather(*(stream.task for stream in streams))
+                new = Stream(engine, NUM_SHOWN)
+                await new.task
             for span in streams[0].choice.weight_versions:
                 text = streams[0].choice.text[span.start : span.end]
-                shown = "…" * (len(text) > NUM_SHOWN) + text[-NUM_SHOWN:]
+                shown = text[:NUM_SHOWN] + "…" * (len(text) > NUM_SHOWN)
                 print(f"  {span.start:3}-{span.end:<3} {span.version:8} {shown!r}")
+            print(f"  a new request  {new.choice.text!r}")
         finally:
             engine.shutdown()
 

@@ -123,7 +123,7 @@ def test_requests_outlive_the_turns_of_a_trainer():
     ends = [int(end) for _, end, *_ in said]
     assert [int(begin) for begin, *_ in said] == [0, *ends[:-1]]
     assert ends[-1] == 504
-    assert LEARNED in said[-1][-1]
+    assert LEARNED in shown.splitlines()[-1]
     is_on_gpu = torch.cuda.is_available()
     assert [gib > 1 for gib in freed(shown)] == [is_on_gpu] * 3
 
