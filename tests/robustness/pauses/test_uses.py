@@ -197,7 +197,7 @@ def test_decoding_goes_on_by_itself_when_the_lease_of_a_pause_runs_out(
     subject: Subject, live: Live, mode: str
 ) -> None:
     sent = begun(live)
-    live.pause(mode, lease_s=1.5, owner=OWNER)
+    live.pause(mode, lease_s=4, owner=OWNER)
     asked = time.monotonic()
     load(subject, NEW)
     time.sleep(SETTLED_S)
@@ -205,7 +205,7 @@ def test_decoding_goes_on_by_itself_when_the_lease_of_a_pause_runs_out(
     time.sleep(0.4)
     assert counts(sent) == had
     flow_again(sent)
-    assert 1.2 < time.monotonic() - asked < 30
+    assert 3.5 < time.monotonic() - asked < 30
     assert not live.call("is_paused")
     live.wait(sent)
     whole(sent, 1600)
