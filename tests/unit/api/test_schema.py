@@ -4,9 +4,11 @@ import re
 from argparse import Namespace
 
 import pytest
+import torch
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from tests.support.engines.sent_tensors import entry
 from tests.support.route_stub import Engine, caller, served
 from vllm.inflight.api.request.schema import FIELDS, NEEDED
 from vllm.inflight.api.server.openapi import (
@@ -142,7 +144,8 @@ SAMPLES = {
     "new_version": "v",
     "action": "checksum",
     "name": "a",
-    "serialized_named_tensors": ["a"],
+    # Read before other fields: a rejected request must give lent memory back.
+    "serialized_named_tensors": [entry({"a": torch.ones(1)})],
     "zmq_handles": {"GPU-0": "ipc://a"},
 }
 UNCHECKED = {
