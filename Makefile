@@ -8,7 +8,7 @@ DEVICE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 # Where the CPU build of torch is, besides pip's own sources
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
-# Tests run in so many processes side by side: they wait for half of their time
+# Tests run in so many processes side by side: three keep two cores busy
 LANES ?= 3
 
 PY  := $(VENV)/bin/python

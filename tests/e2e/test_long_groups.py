@@ -14,6 +14,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
+from tests.e2e.test_trainer_failures import engine  # noqa: F401 (a fixture)
 from tests.robustness.soak.rank import held as held_of_groups
 from tests.support.engines.far_trainer import FarTrainer
 from tests.support.engines.probe import greedy, outputs_during
@@ -35,19 +36,6 @@ COUNTS = "threads", "descriptors", "groups", "open_groups", "undrained"
 @pytest.fixture(scope="module")
 def backend() -> str:
     return "inflight_gloo"
-
-
-@pytest.fixture(scope="module")
-def engine(start: Callable[..., Any], fresh: Any, old: Path, backend: str) -> Any:
-    from vllm.config.weight_transfer import WeightTransferConfig
-
-    transport = WeightTransferConfig(backend=backend)
-    inflight = {"stage_share": 1}
-    return start(
-        old,
-        weight_transfer_config=transport,
-        additional_config={"inflight": inflight},
-    )
 
 
 def held() -> dict[str, float]:

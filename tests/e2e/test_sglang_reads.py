@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from tests.support.engines.bare_core import publish
 from tests.support.engines.core_door import Door
 from tests.support.engines.sent_tensors import tensors
+from vllm.inflight.api.compat import sglang
 from vllm.inflight.worker.verify import readback
 
 pytestmark = pytest.mark.engine
@@ -174,7 +175,9 @@ def test_a_checkpoint_engine_is_rejected_without_the_flag_and_without_a_gpu(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, body = "/update_weights_from_ipc", {"zmq_handles": {"GPU-0": "ipc://a"}}
-    status, message = door.refused(path, **body)
+    with monkeypatch.context() as patched:
+        patched.setattr(sglang, "reject", None)  # no socket is opened
+        status, message = door.refused(path, **body)
     assert (status, "--inflight-pickled-tensors on" in message) == (400, True)
     config = {"inflight": {"pickled_tensors": "on"}}
     monkeypatch.setattr(door.core.vllm_config, "additional_config", config)

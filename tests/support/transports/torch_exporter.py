@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch.multiprocessing import reductions
 
@@ -45,10 +46,15 @@ class Exporter:
         self._index = 0
         self.counts = torch.empty(0, dtype=torch.int64).set_(self._file)
 
-    def release(self, name: bytes, index: int) -> None:
-        """As torch counts down, which its CPU build cannot."""
-        assert name == self.counters
-        self.counts[index] -= 1
+    def let_count(self, patched: pytest.MonkeyPatch) -> None:
+        """Let torch's counters be counted down, which its CPU build cannot."""
+
+        def release(name: bytes, index: int) -> None:
+            assert name == self.counters
+            self.counts[index] -= 1
+
+        storage = torch.UntypedStorage
+        patched.setattr(storage, "_release_ipc_counter_cuda", staticmethod(release))
 
     def arguments(self, tensor: torch.Tensor, **changes: Any) -> list[Any]:
         """What `reduce_tensor` gives for a tensor on a GPU.

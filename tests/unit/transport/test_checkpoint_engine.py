@@ -71,9 +71,7 @@ def engine(memory: HostMemory, monkeypatch: pytest.MonkeyPatch) -> CheckpointEng
 
 @pytest.fixture(autouse=True)
 def counted(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
-    storage = torch.UntypedStorage
-    release = staticmethod(process.exporter.release)
-    monkeypatch.setattr(storage, "_release_ipc_counter_cuda", release)
+    process.exporter.let_count(monkeypatch)
 
 
 def receive(engine: CheckpointEngine, process: Process) -> None:
@@ -231,7 +229,15 @@ def test_a_missing_address_for_a_gpu_is_reported_with_that_gpu(
 
 
 @pytest.mark.parametrize(
-    "handles", [{}, [], {GPU: 1}, {GPU: "tcp://10.0.0.1:80"}], ids=str
+    "handles",
+    [
+        {},
+        [],
+        {GPU: 1},
+        {GPU: "tcp://10.0.0.1:80"},
+        {f"GPU-{n}": "ipc://a" for n in range(65)},
+    ],
+    ids=["none", "a list", "a number", "tcp", "more than a host has"],
 )
 def test_addresses_of_other_hosts_are_rejected(
     engine: CheckpointEngine, handles: Any

@@ -56,9 +56,7 @@ def engine(memory: HostMemory, monkeypatch: pytest.MonkeyPatch) -> ExportedEngin
 @pytest.fixture(autouse=True)
 def counted(exporter: Exporter, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let counters be counted down, which torch's CPU build cannot."""
-    storage = torch.UntypedStorage
-    release = staticmethod(exporter.release)
-    monkeypatch.setattr(storage, "_release_ipc_counter_cuda", release)
+    exporter.let_count(monkeypatch)
 
 
 def receive(engine: ExportedEngine, entry: str, load_format: str | None = None) -> None:

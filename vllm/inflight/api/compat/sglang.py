@@ -322,11 +322,13 @@ async def update_weights_from_ipc(
         info = ZmqUpdateInfo(fields.needed("zmq_handles"))
     except ValueError as error:
         raise Malformed(str(error)) from None
+    allow = InflightConfig.of(engine.vllm_config).pickled_tensors == "on"
     try:
         reply = await _from_checkpoint_engine(engine, fields, info)
     except InflightError as error:
         # Its processes wait for an answer, and perhaps no rank has come to give one.
-        reject(info, str(error))
+        if allow:
+            await asyncio.to_thread(reject, info, str(error))
         raise
     return _ok(reply, reply["message"])
 

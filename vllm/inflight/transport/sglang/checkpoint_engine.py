@@ -44,6 +44,8 @@ from vllm.inflight.transport.sglang import safe_unpickler
 from vllm.inflight.transport.waiting import WaitLimit
 
 SCHEME = "ipc://"
+MAX_GPUS = 64
+"""Most addresses of a call: no host has more GPUs."""
 TIMEOUT_S = 600.0
 """The longest wait for a message. The sender may read a checkpoint in between."""
 LINGER_MS = 1000
@@ -70,6 +72,11 @@ class ZmqUpdateInfo(upstream.WeightTransferUpdateInfo):
         handles = self.zmq_handles
         if not isinstance(handles, dict) or not handles:
             raise ValueError("'zmq_handles' must be an object: UUID of a GPU → address")
+        if len(handles) > MAX_GPUS:
+            raise ValueError(
+                f"'zmq_handles' has {len(handles)} addresses, and a host has at most "
+                f"{MAX_GPUS} GPUs"
+            )
         for gpu, address in handles.items():
             if not isinstance(address, str) or not address.startswith(SCHEME):
                 raise ValueError(
