@@ -28,9 +28,11 @@ START_S = 300
 @contextmanager
 def served(folder: str, backend: str = "local") -> Iterator[str]:
     """Start a server, yield its URL, and end the server."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    # Held until the server listens there, so that nobody else is given the port.
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    port = str(held.getsockname()[1])
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", folder]
     command += ["--host", "127.0.0.1", "--port", port, "--enforce-eager"]
     command += ["--dtype", "float32", "--gpu-memory-utilization", "0.3"]
@@ -44,8 +46,10 @@ def served(folder: str, backend: str = "local") -> Iterator[str]:
             if server.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit("the server did not start")
             time.sleep(0.5)
+        held.close()
         yield url
     finally:
+        held.close()
         server.terminate()
         server.wait()
 

@@ -30,9 +30,11 @@ class Server:
     """
 
     def __init__(self, checkpoint: Path, log: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        # Held until the server listens there, so that nobody else is given the port.
+        self._held = socket.socket()
+        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._held.bind(("127.0.0.1", 0))
+        port = self._held.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self._log = log
         command = [
@@ -77,6 +79,7 @@ class Server:
         trace: TracebackType | None,
     ) -> None:
         """End the server's process group: politely first, then by SIGKILL."""
+        self._held.close()
         try:
             if self._process.poll() is None:
                 self._process.send_signal(signal.SIGINT)
@@ -95,6 +98,7 @@ class Server:
                 break
             with suppress(httpx.TransportError):
                 if httpx.get(f"{self.url}/health").status_code == 200:
+                    self._held.close()
                     return
             time.sleep(0.2)
         tail = self._log.read_text(errors="replace")[-4000:]

@@ -15,8 +15,8 @@ import torch
 
 from tests.e2e.test_pipeline_parallel import every_step_is_of_one_version
 from tests.support.engines.script import run_script
+from tests.support.ports import free_port
 from tests.support.shared_memory import sweep
-from tests.unit.api.test_control_port import free_port
 
 pytestmark = pytest.mark.engine
 

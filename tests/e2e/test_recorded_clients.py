@@ -6,7 +6,6 @@ NCCL. Of ART there is no record: its requests are written here by hand.
 """
 
 import json
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from safetensors.torch import load_file
 
 from tests.support.client_records.gloo_endpoint import open_endpoint, send_packed
 from tests.support.engines.sent_tensors import entry, tensors
+from tests.support.ports import free_port
 from tests.support.serving import Server
 from vllm.inflight.transport.waiting import in_background
 
@@ -45,9 +45,7 @@ class Replay:
         beside = None
         body = record.get("json")
         if record["path"] == "/init_weight_transfer_engine":
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                body["init_info"]["master_port"] = probe.getsockname()[1]
+            body["init_info"]["master_port"] = free_port()
             beside = in_background(lambda: open_endpoint(body["init_info"]))
         if record["path"] == "/update_weights":
             tensors = self.versions[self.number]

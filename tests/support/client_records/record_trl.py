@@ -11,7 +11,6 @@ Usage: python -m tests.support.client_records.record_trl FOLDER
 from __future__ import annotations
 
 import json
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.client_records.gloo_endpoint import open_endpoint, send_packed
 from tests.support.models.tiny import make_checkpoint
+from tests.support.ports import free_port
 from tests.support.serving import Server
 
 RECORD = Path(__file__).with_name("trl.json")
@@ -59,9 +59,7 @@ def main(folder: Path) -> None:
     models = [
         AutoModelForCausalLM.from_pretrained(f, dtype="bfloat16") for f in (old, new)
     ]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     with Server(old, *BACKEND) as server:
         client = vllm_client.VLLMClient(base_url=server.url, group_port=port)
 

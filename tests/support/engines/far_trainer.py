@@ -6,7 +6,6 @@ test's process, on an `LLM`.
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from benchmarks.gpu.trainer import Client
 from tests.support.engines.probe import greedy
 from tests.support.models.sliced_source import Entry, SlicedSource
+from tests.support.ports import free_port
 from tests.support.preloaded_process import nursery
 from tests.support.transports.peers import HOST
 from vllm.inflight.transport.collective.trainer_engine import ShardMeta
@@ -160,7 +160,7 @@ class FarTrainer:
         if not backend.endswith("ipc"):
             common |= {
                 "master_address": HOST,
-                "master_port": _free_port(),
+                "master_port": free_port(),
                 "world_size": 1 + num_workers,
             }
         gpu %= max(1, torch.cuda.device_count())
@@ -188,7 +188,7 @@ class FarTrainer:
     def join_again(self) -> None:
         """Leave the group, and open another one."""
         self._llm.shutdown_weight_transfer_engine()
-        self._pipe.send(_free_port())
+        self._pipe.send(free_port())
         self._attend()
 
     def fall_silent(self, folder: Path) -> Any:
@@ -229,9 +229,3 @@ def sends_and_rollbacks(
         assert greedy(llm) != expected
         far.send(folder)
         assert greedy(llm) == expected
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])

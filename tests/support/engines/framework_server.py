@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from safetensors.torch import load_file
 
 from tests.support.engines import gentle
 from tests.support.engines.script import tell
+from tests.support.ports import free_port
 from vllm.inflight.transport.waiting import in_background
 
 PLAIN = Path(__file__).parents[1] / "client_records" / "plain.json"
@@ -98,9 +98,7 @@ async def tried_prime_rl(app: httpx.AsyncClient, folder: Path) -> list[Any]:
 
 async def tried_pipelinerl(engine: Any, app: httpx.AsyncClient, new: Path) -> Any:
     tensors = load_file(new / "model.safetensors")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     sent = in_background(lambda: broadcasting(port, tensors))
     await engine.collective_rpc(
         "init_actor_update_group", args=(0, 1, f"tcp://127.0.0.1:{port}", 2)

@@ -5,7 +5,6 @@ name, and torch's own helper for a group beside the default one.
 """
 
 import multiprocessing
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,6 +13,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+
+from tests.support.ports import free_port
 
 HOST = "127.0.0.1"
 BACKEND = "nccl" if torch.cuda.device_count() > 1 else "gloo"
@@ -101,9 +102,7 @@ class TorchTrainer:
 
     def __init__(self, name: str, world_size: int, backend: str) -> None:
         spawn = multiprocessing.get_context("spawn")
-        with socket.socket() as probe:
-            probe.bind((HOST, 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.name = name
         self.world_size = world_size
         self.backend = backend

@@ -6,7 +6,6 @@ forwards of one number are one step of both. Those of a dense model step alone.
 """
 
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from vllm.v1.engine.core import (
 )
 
 from tests.support.engines.bare_core import add, call, prompt
+from tests.support.ports import free_port
 from tests.support.simulated.core import simulated_core
 from tests.support.simulated.worker import SimulatedExecutor
 from tests.support.waiting import until
@@ -248,9 +248,7 @@ class Together:
 
 
 def _groups() -> Iterator[Any]:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     made: list[Any] = [None] * NUM_ENGINES
 
     def join(rank: int) -> None:

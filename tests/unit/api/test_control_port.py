@@ -14,15 +14,11 @@ import pytest
 from fastapi import FastAPI
 
 from tests.support.certificates import self_signed
+from tests.support.ports import free_port
 from tests.support.route_stub import Engine, caller
 from vllm.inflight.api.request import control_port
 from vllm.inflight.api.server.routes import ROUTES, InflightEndpoints
 from vllm.inflight.errors import ConfigError
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def args(number: int, **more: Any) -> Namespace:
