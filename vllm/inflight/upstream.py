@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from vllm.inflight.releases import PLACES, differing
+
 if TYPE_CHECKING:
     # Types of upstream's objects, for annotations only: `upstream.Request`.
     from vllm.config import ModelConfig as ModelConfig
@@ -126,7 +128,7 @@ NAMES = {
     "BaseKVCacheMethod": (
         "vllm.model_executor.layers.quantization.kv_cache:BaseKVCacheMethod"
     ),
-    "is_quantized_kv_cache": "vllm.utils.torch_utils:is_quantized_kv_cache",
+    "is_quantized_kv_cache": "vllm.v1.kv_cache_interface:is_quantized_kv_cache",
     "StageMissingLayer": "vllm.model_executor.models.utils:StageMissingLayer",
     "FusedMMInputNorm": (
         "vllm.model_executor.layers.fusion.mm_input_norm:FusedMMInputNorm"
@@ -201,10 +203,9 @@ NAMES = {
 
 
 def __getattr__(name: str) -> Any:
-    try:
-        module, _, attribute = NAMES[name].partition(":")
-    except KeyError:
-        raise AttributeError(f"vllm.inflight.upstream has no name {name!r}") from None
+    if name not in NAMES:
+        raise AttributeError(f"vllm.inflight.upstream has no name {name!r}")
+    module, _, attribute = differing(PLACES.get(name), NAMES[name]).partition(":")
     value = getattr(importlib.import_module(module), attribute)
     globals()[name] = value
     return value

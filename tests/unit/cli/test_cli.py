@@ -172,11 +172,11 @@ def test_everything_that_is_missing_is_named_with_its_remedy():
 
 
 def test_the_doctor_finds_an_untested_release_wrong_unless_it_is_allowed(monkeypatch):
-    monkeypatch.setattr("vllm.version.__version__", "0.33.0")
+    monkeypatch.setattr("vllm.version.__version__", "0.34.0")
     monkeypatch.delenv(patch.ALLOW_UNTESTED_ENV, raising=False)
     finding = doctor._release()
     assert finding.state is State.WRONG
-    assert "0.33.0" in (finding.remedy or "") and "0.32.0" in (finding.remedy or "")
+    assert "0.34.0" in (finding.remedy or "") and "0.32.0" in (finding.remedy or "")
     monkeypatch.setenv(patch.ALLOW_UNTESTED_ENV, "1")
     assert doctor._release().state is State.NOTE
 

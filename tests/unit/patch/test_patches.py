@@ -404,7 +404,7 @@ def test_the_installed_release_is_a_supported_one():
     assert patch.check_release().split("+")[0] in patch.SUPPORTED
 
 
-@pytest.mark.parametrize("found", ["0.31.0", "0.33.0", "0.32.1", "0.32.0rc1", "dev"])
+@pytest.mark.parametrize("found", ["0.28.0", "0.34.0", "0.32.1", "0.32.0rc1", "dev"])
 def test_an_untested_release_is_rejected_naming_both(monkeypatch, found):
     monkeypatch.setattr("vllm.version.__version__", found)
     monkeypatch.delenv(patch.ALLOW_UNTESTED_ENV, raising=False)
@@ -416,9 +416,9 @@ def test_an_untested_release_is_rejected_naming_both(monkeypatch, found):
 
 
 def test_an_untested_release_can_be_allowed(monkeypatch):
-    monkeypatch.setattr("vllm.version.__version__", "0.33.0")
+    monkeypatch.setattr("vllm.version.__version__", "0.34.0")
     monkeypatch.setenv(patch.ALLOW_UNTESTED_ENV, "1")
-    assert patch.check_release() == "0.33.0"
+    assert patch.check_release() == "0.34.0"
 
 
 @pytest.mark.parametrize("found", ["0.32.0", "0.32.0+cpu", "0.32.0+cu129"])

