@@ -49,7 +49,10 @@ def pytest_collection_modifyitems(
     from vllm.inflight.releases import holds
 
     def is_meant(item: pytest.Item) -> bool:
-        since, before = item.get_closest_marker("since"), item.get_closest_marker("before")
+        since, before = (
+            item.get_closest_marker("since"),
+            item.get_closest_marker("before"),
+        )
         return holds(
             None if since is None else since.args[0],
             None if before is None else before.args[0],
