@@ -189,9 +189,9 @@ def _ended_is_an_error(original: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: object,
     ) -> Any:
 
-        if pooling_output is not None and not kwargs.get("error"):
-            if (error := _error_of(finish_reason, stop_reason)) is not None:
-                kwargs["error"] = error
+        if pooling_output is not None:
+            error = kwargs.get("error") or _error_of(finish_reason, stop_reason)
+            kwargs["error"] = error
         made = original(
             self,
             new_token_ids,
