@@ -189,7 +189,11 @@ SIGNATURES: dict[str, dict[str, tuple[str, ...] | None]] = {
 """Target of a record → its parameters, where they differ from those in the record.
 None where the release lacks the method and we add it."""
 
-PLACES: dict[str, dict[str, str]] = {}
+_STAND_INS = "vllm.inflight.stand_ins"
+
+PLACES: dict[str, dict[str, str]] = {
+    "RayDistributedExecutor": {"0.33.0": f"{_STAND_INS}:NoSuchClass"},
+}
 """Name of `upstream.NAMES` → `module:attribute`, where it differs. A place in this
 package is a stand-in for a name that the release lacks."""
 

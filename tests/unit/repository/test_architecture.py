@@ -24,6 +24,7 @@ VOCABULARY = (
 )
 PACKAGES = (
     VOCABULARY,
+    ("stand_ins",),
     ("releases",),
     ("background",),
     ("connection",),
