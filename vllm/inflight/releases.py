@@ -197,7 +197,14 @@ PLACES: dict[str, dict[str, str]] = {
 """Name of `upstream.NAMES` → `module:attribute`, where it differs. A place in this
 package is a stand-in for a name that the release lacks."""
 
-ADAPTERS: dict[str, dict[str, str]] = {}
+_TRANSPORT = "vllm.inflight.transport"
+
+ADAPTERS: dict[str, dict[str, str]] = {
+    "weight source": {
+        "0.29.0": f"{_TRANSPORT}.iterated_source:IteratedSource",
+        "0.33.0": f"{_TRANSPORT}.owned_source:OwnedSource",
+    },
+}
 """What differs → `module:Class` of ours, by release. The classes of one entry have the
 same methods."""
 

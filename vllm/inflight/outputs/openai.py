@@ -28,6 +28,11 @@ from vllm.inflight.outputs.spans import as_dicts
 FIELD = "weight_versions"
 KV_FIELD = "kv_versions"
 DATA = "data: "
+ASKED = "return_weight_versions"
+"""The field of a request that asks for upstream's spans, from vLLM 0.33 on."""
+
+_EMPTY = f',"{FIELD}":null'
+"""Upstream's own field in a line of a stream, when nobody asks upstream for it."""
 
 # Inside a JSON string every quote has a backslash before it, so text of a model or a
 # client matches neither of these.
@@ -39,6 +44,7 @@ _compact = json.JSONEncoder(separators=(",", ":")).encode
 
 Item = TypeVar("Item")
 Response = TypeVar("Response")
+Asking = TypeVar("Asking", bound="Copied")
 
 
 class Serving(Protocol):
@@ -53,6 +59,13 @@ class Requested(Protocol):
     vllm_xargs: dict[str, Any] | None
 
 
+class Copied(Protocol):
+    """A request as Pydantic makes it."""
+
+    def model_copy(self, *, update: dict[str, Any]) -> Any:
+        """The same request with other values of some fields."""
+
+
 class Generating(Protocol):
     """A request of `/inference/v1/generate`."""
 
@@ -62,11 +75,14 @@ class Generating(Protocol):
 def wants_spans(serving: Serving, request: Requested) -> bool:
     """Whether a reply has `weight_versions`, which OpenAI's replies do not have.
 
-    `{"vllm_xargs": {"weight_versions": 0}}` leaves it out, 1 asks for it.
+    `{"vllm_xargs": {"weight_versions": 0}}` leaves it out, 1 asks for it, as does
+    `{"return_weight_versions": true}`.
     """
     asked = _asked(request).get(FIELD)
     if asked is not None:
         return bool(asked)
+    if getattr(request, ASKED, None) is True:
+        return True
     config = InflightConfig.of(serving.engine_client.vllm_config)
     return config.openai_spans == "on"
 
@@ -85,6 +101,13 @@ def ledger_for(
     config = InflightConfig.of(serving.engine_client.vllm_config)
     by_default = config.kv_versions == "on" and FIELD not in asked
     return ReplySpans(kv_only=True) if asked.get(KV_FIELD, by_default) else None
+
+
+def taken_over(request: Asking) -> Asking:
+    """A request for whose reply we write the spans, so that upstream writes none."""
+    if getattr(request, ASKED, None) is True:
+        return request.model_copy(update={ASKED: False})
+    return request
 
 
 def _asked(request: Requested) -> dict[str, Any]:
@@ -145,6 +168,8 @@ class ReplySpans:
         match = _CHOICE.search(line)
         if match is None:  # usage, an error, [DONE]
             return line
+        if not self._kv_only:
+            line = line.replace(_EMPTY, "")
         if _SECOND_INDEX in line:  # choices or tool calls: only JSON can tell
             return self._decoded(line)
         index = int(match[1])
