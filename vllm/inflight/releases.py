@@ -192,6 +192,7 @@ None where the release lacks the method and we add it."""
 _STAND_INS = "vllm.inflight.stand_ins"
 
 PLACES: dict[str, dict[str, str]] = {
+    "get_watch_dog": {"0.33.0": "vllm.utils.watch_dog:get_watch_dog"},
     "RayDistributedExecutor": {"0.33.0": f"{_STAND_INS}:NoSuchClass"},
 }
 """Name of `upstream.NAMES` → `module:attribute`, where it differs. A place in this

@@ -190,6 +190,7 @@ NAMES = {
     "WeightVersionSpan": "vllm.outputs:WeightVersionSpan",
     "RequestError": "vllm.outputs:RequestError",
     "EMPTY_CPU_TENSOR": "vllm.v1.engine.output_processor:EMPTY_CPU_TENSOR",
+    "get_watch_dog": "vllm.inflight.stand_ins:get_watch_dog",
     "envs": "vllm:envs",
     # front end
     "get_prometheus_registry": "vllm.v1.metrics.prometheus:get_prometheus_registry",

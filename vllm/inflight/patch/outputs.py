@@ -101,7 +101,8 @@ def _end(state: upstream.RequestState, output: upstream.EngineCoreOutput) -> Non
 
     if state.detokenizer is None:  # it embeds
         output.pooling_output = upstream.EMPTY_CPU_TENSOR
-    if state.streaming_input:
+    # From 0.33 on, upstream itself aborts a session that was rejected on arrival.
+    if state.streaming_input and not getattr(output, "error", None):
         # A session has lost its context, so later chunks must not begin a request.
         state.streaming_input, state.input_chunk_queue = False, None
         if state.queue is not None:
