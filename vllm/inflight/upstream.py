@@ -200,6 +200,9 @@ NAMES = {
     "attach_offline_docs": (
         "vllm.entrypoints.serve.instrumentator.offline_docs:attach_router"
     ),
+    "CompletionResponseChoice": (
+        "vllm.entrypoints.openai.completion.protocol:CompletionResponseChoice"
+    ),
     "show_version": "vllm.entrypoints.serve.instrumentator.basic:show_version",
 }
 

@@ -161,6 +161,20 @@ def test_a_line_has_no_field_twice_where_upstream_writes_an_empty_one():
     assert spans_of(written) == [[OLD]]
 
 
+def test_an_empty_field_of_upstream_goes_where_nobody_wants_spans():
+    text = completion("a").replace('"logprobs":null', '"weight_versions":null')
+    silent = ReplySpans(kv_only=True, drops_empty=True)
+    assert "weight_versions" not in silent.write(text)
+    choices = [SimpleNamespace(index=0, weight_versions=None)]
+    silent.label(SimpleNamespace(choices=choices))
+    assert vars(choices[0]) == {"index": 0}
+    asked_of_upstream = SimpleNamespace(index=0, weight_versions=[OLD])
+    silent.label(SimpleNamespace(choices=[asked_of_upstream]))
+    assert asked_of_upstream.weight_versions == [OLD]
+    # Of `/inference/v1/generate`, the field is upstream's.
+    assert ReplySpans(kv_only=True).write(text) == text
+
+
 def test_upstream_is_not_asked_for_spans_that_we_write():
     asked = CompletionRequest(prompt="a", return_weight_versions=True)
     assert taken_over(asked).return_weight_versions is False

@@ -19,6 +19,7 @@ import json
 import re
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
+from functools import cache
 from typing import Any, Protocol, TypeVar
 
 from vllm.inflight import upstream
@@ -93,14 +94,23 @@ def ledger_for(
     """The record of the fields to add to a reply; None if there are none.
 
     KV provenance is added if the request asks for it, or if `--inflight-kv-versions` is
-    on and the request does not leave the spans out.
+    on and the request does not leave the spans out. Where nobody wants spans, the empty
+    field goes that upstream writes from 0.33 on.
     """
     if wants_spans(serving, request):
         return ReplySpans(role_first=role_first)
     asked = _asked(request)
     config = InflightConfig.of(serving.engine_client.vllm_config)
     by_default = config.kv_versions == "on" and FIELD not in asked
-    return ReplySpans(kv_only=True) if asked.get(KV_FIELD, by_default) else None
+    if asked.get(KV_FIELD, by_default) or declares_spans():
+        return ReplySpans(kv_only=True, drops_empty=True)
+    return None
+
+
+@cache
+def declares_spans() -> bool:
+    """Whether upstream's replies have a field for spans, which may be empty."""
+    return FIELD in upstream.CompletionResponseChoice.model_fields
 
 
 def taken_over(request: Asking) -> Asking:
@@ -129,11 +139,19 @@ class ReplySpans:
             as in a stream of chat.
         kv_only: whether upstream writes the spans itself, as in
             `/inference/v1/generate`, and only KV provenance has to be added.
+        drops_empty: with `kv_only`, whether upstream's field is dropped if it is empty.
 
     """
 
-    def __init__(self, *, role_first: bool = False, kv_only: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        role_first: bool = False,
+        kv_only: bool = False,
+        drops_empty: bool = False,
+    ) -> None:
         self._kv_only = kv_only
+        self._drops_empty = drops_empty or not kv_only
         self._spans: dict[int, Iterable[Any] | None] = {}
         self._read: dict[int, Iterable[Any]] = {}
         self._role_first = role_first
@@ -159,6 +177,8 @@ class ReplySpans:
         for choice in getattr(response, "choices", ()):
             if not self._kv_only:
                 choice.weight_versions = self.spans(choice.index)
+            elif self._drops_empty and vars(choice).get(FIELD, ...) is None:
+                delattr(choice, FIELD)
             if choice.index in self._read:
                 choice.kv_versions = as_dicts(self._read[choice.index])
         return response
@@ -168,7 +188,7 @@ class ReplySpans:
         match = _CHOICE.search(line)
         if match is None:  # usage, an error, [DONE]
             return line
-        if not self._kv_only:
+        if self._drops_empty:
             line = line.replace(_EMPTY, "")
         if _SECOND_INDEX in line:  # choices or tool calls: only JSON can tell
             return self._decoded(line)
