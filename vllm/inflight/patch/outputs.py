@@ -29,8 +29,7 @@ def _of_reports(_: None) -> Callable[..., Any]:
     def _weight_version_spans(self: upstream.RequestState) -> Any:
         from vllm.inflight.outputs.spans import decoded
 
-        state = ReplyState.find(self)
-        spans = None if state is None else state.spans(num_tokens(self))
+        spans = ReplyState.of(self).spans(num_tokens(self))
         return decoded(spans, self.lora_request)
 
     return _weight_version_spans
