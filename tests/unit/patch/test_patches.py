@@ -267,6 +267,7 @@ def test_patching_for_a_gpu_leaves_torch_unchanged():
         import _vllm_inflight_boot
         _vllm_inflight_boot._open()
         import torch
+        import vllm.utils.torch_utils  # vLLM's own change of torch.cuda.set_stream
         from vllm.platforms import current_platform
         type(current_platform).device_type = "cuda"
         owners = torch, torch.cuda, torch.accelerator, torch.Tensor
