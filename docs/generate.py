@@ -127,9 +127,15 @@ def causes() -> str:
     return table(["cause", "what happened", "what to do"], rows)
 
 
+def releases_of(since: str | None, before: str | None) -> str:
+    """The releases of vLLM that a record is for."""
+    bounds = (f"from {since}" if since else "", f"before {before}" if before else "")
+    return ", ".join(filter(None, bounds)) or "all"
+
+
 def patches() -> str:
     """Every change to upstream, by the place where it is made."""
-    header = ["target", "parameters expected", "why", "goes when"]
+    header = ["target", "parameters expected", "why", "goes when", "vLLM"]
     parts = [f"{len(patch.records())} records."]
     for module in patch.parts():
         rows = (
@@ -140,6 +146,7 @@ def patches() -> str:
                 else code(", ".join(record.expects)),
                 record.why + f" (on {record.only_on} alone)" * bool(record.only_on),
                 record.remove_when,
+                releases_of(record.since, record.before),
             ]
             for record in module.PATCHES
         )

@@ -25,6 +25,7 @@ from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine.counters import Counters
 from vllm.inflight.errors import BY_CODE
 from vllm.inflight.patch import api as patched_api
+from vllm.inflight.releases import holds
 from vllm.inflight.update import PAUSE_MOVES, Phase
 
 FILE = Path(__file__).with_name("public_surface.json")
@@ -122,6 +123,7 @@ def surface() -> dict[str, Any]:
         "patches": {
             record.target: "added" if record.expects is None else list(record.expects)
             for record in patch.records()
+            if holds(record.since, record.before)
         },
         "methods": sorted(method.__name__ for method in patched_api.METHODS),
         "trainer": {

@@ -23,6 +23,9 @@ SUPPORTED = ("0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
 REFERENCE = "0.32.0"
 """The release that records and names describe."""
 
+AS_IN_REFERENCE: Any = object()
+"""The value of an entry from whose release on nothing differs."""
+
 Value = TypeVar("Value")
 
 
@@ -67,7 +70,10 @@ def differing(
         release: the release; None for the installed one.
 
     """
-    return _entry({REFERENCE: usual} | dict(entries), release) if entries else usual
+    if not entries:
+        return usual
+    value = _entry({REFERENCE: usual} | dict(entries), release)
+    return usual if value is AS_IN_REFERENCE else value
 
 
 def _entry(entries: Mapping[str, Value], release: str | None = None) -> Value:
@@ -133,6 +139,7 @@ SIGNATURES: dict[str, dict[str, tuple[str, ...] | None]] = {
             "reasoning_ended",
             "reasoning_parser_kwargs",
         ),
+        "0.31.0": AS_IN_REFERENCE,
     },
     f"{_ASYNC}.add_request": {
         "0.29.0": (
@@ -151,7 +158,9 @@ SIGNATURES: dict[str, dict[str, tuple[str, ...] | None]] = {
             "reasoning_ended",
             "reasoning_parser_kwargs",
         ),
+        "0.31.0": AS_IN_REFERENCE,
     },
+    f"{_OUTPUTS}:RequestState._weight_version_spans": {"0.29.0": None},
     f"{_ASYNC}.shutdown_weight_transfer_engine": {"0.29.0": None},
     "vllm.entrypoints.llm:LLM.shutdown_weight_transfer_engine": {"0.29.0": None},
     f"{_ASYNC}.pause_generation": {
@@ -189,11 +198,38 @@ SIGNATURES: dict[str, dict[str, tuple[str, ...] | None]] = {
 """Target of a record → its parameters, where they differ from those in the record.
 None where the release lacks the method and we add it."""
 
-PLACES: dict[str, dict[str, str]] = {}
+_STAND_INS = "vllm.inflight.stand_ins"
+
+PLACES: dict[str, dict[str, str]] = {
+    "FusedMMInputNorm": {
+        "0.29.0": f"{_STAND_INS}:NoSuchClass",
+        "0.31.0": AS_IN_REFERENCE,
+    },
+    "unpinned_nccl_env": {"0.29.0": f"{_STAND_INS}:unchanged_environment"},
+    "WeightVersionSpan": {"0.29.0": f"{_STAND_INS}:WeightVersionSpan"},
+    "RequestError": {"0.29.0": f"{_STAND_INS}:RequestError"},
+    "RayDistributedExecutor": {"0.33.0": f"{_STAND_INS}:NoSuchClass"},
+}
 """Name of `upstream.NAMES` → `module:attribute`, where it differs. A place in this
 package is a stand-in for a name that the release lacks."""
 
-ADAPTERS: dict[str, dict[str, str]] = {}
+_SCHEDULING = "vllm.inflight.engine.scheduling"
+
+ADAPTERS: dict[str, dict[str, str]] = {
+    "waiting requests": {
+        "0.29.0": f"{_SCHEDULING}.waiting:SkippedRequests",
+        "0.31.0": f"{_SCHEDULING}.waiting:HeldBackRequests",
+        "0.32.0": f"{_SCHEDULING}.waiting:WaitingRequests",
+    },
+    "order of waiting requests": {
+        "0.29.0": f"{_SCHEDULING}.waiting:InOrderByStatus",
+        "0.31.0": f"{_SCHEDULING}.waiting:InOrder",
+    },
+    "stamps": {
+        "0.29.0": f"{_SCHEDULING}.stamp_reports:RequestStamps",
+        "0.32.0": f"{_SCHEDULING}.stamp_reports:StepStamps",
+    },
+}
 """What differs → `module:Class` of ours, by release. The classes of one entry have the
 same methods."""
 

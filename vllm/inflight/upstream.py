@@ -176,6 +176,7 @@ NAMES = {
     "FinishReason": "vllm.v1.engine:FinishReason",
     "PauseState": "vllm.v1.core.sched.interface:PauseState",
     "RequestStatus": "vllm.v1.request:RequestStatus",
+    "create_request_queue": "vllm.v1.core.sched.request_queue:create_request_queue",
     "is_full_attention_spec": "vllm.v1.kv_cache_interface:is_full_attention_spec",
     "KVConnectorBase_V1": (
         "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"

@@ -27,6 +27,8 @@ def override_kernels_once() -> None:
     if module is None:
         return
     platform = module.CpuPlatform
+    if not hasattr(platform, "register_triton_kernel_overrides"):
+        return  # before 0.31
     once = functools.cache(platform.register_triton_kernel_overrides)
     platform.register_triton_kernel_overrides = staticmethod(once)
 

@@ -287,6 +287,16 @@ PATCHES = [
         why="a paused engine can reject requests",
         remove_when="upstream can reject requests in every pause mode",
         around=_admitted_at_once,
+        since="0.32.0",
+    ),
+    Patch(
+        target="vllm.entrypoints.offline_utils:"
+        "OfflineInferenceMixin._render_and_add_requests",
+        expects=("self", "prompts", "params", "lora_requests", "priorities"),
+        why="a paused engine can reject requests",
+        remove_when="0.32 is the oldest supported release",
+        around=_admitted_at_once,
+        before="0.32.0",
     ),
     Patch(
         target="vllm.entrypoints.openai.models.serving:"

@@ -115,6 +115,7 @@ PATCHES = [
         why="an engine gives memory back between two steps, whichever thread says so",
         remove_when="upstream makes InprocClient safe for threads",
         around=_in_turn,
+        since="0.31.0",
     ),
     *(
         Patch(

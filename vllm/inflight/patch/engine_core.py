@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.patch.controllers import controller_of, find_controller
 from vllm.inflight.patch.records.record import Patch
+
+
+def _controlled(original: Callable[..., Any]) -> Callable[..., Any]:
+    def __init__(self: upstream.EngineCore, *args: object, **kwargs: object) -> None:
+        from vllm.inflight.engine.controller import Controller
+
+        original(self, *args, **kwargs)
+        Controller(self).attach(self)
+
+    return __init__
 
 
 def _with_controller(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,14 +66,28 @@ def _drain_step_queue(original: Callable[..., Any]) -> Callable[..., Any]:
     return _handle_client_request
 
 
-def _meet(original: Callable[..., Any]) -> Callable[..., Any]:
+def _is_sync_point(core: upstream.EngineCore) -> bool:
+    """Whether the engines of a group meet in this step."""
+    step: int = core.step_counter
+    return step == 1 or not step % core.dp_sync_interval
+
+
+def _is_32nd_step(core: upstream.EngineCore) -> bool:
+    """The same before 0.32, where the interval is a constant of upstream's."""
+    return not core.step_counter % 32
+
+
+def _meet(
+    original: Callable[..., Any],
+    is_sync_point: Callable[[upstream.EngineCore], bool] = _is_sync_point,
+) -> Callable[..., Any]:
     def _has_global_unfinished_reqs(
         self: upstream.EngineCore, local_unfinished: bool
     ) -> Any:
         dp_commit, was_pending = controller_of(self).dp_commit, self.pending_pause
         is_anybody_busy = original(self, local_unfinished)
-        if self.step_counter != 1 and self.step_counter % self.dp_sync_interval:
-            return is_anybody_busy  # this step has no sync point
+        if not is_sync_point(self):
+            return is_anybody_busy
         if was_pending and not self.pending_pause and dp_commit.have_agreed():
             is_anybody_busy = True
         return dp_commit.meet() or is_anybody_busy
@@ -141,6 +166,22 @@ PATCHES = [
         why="each engine core gets its controller once its scheduler exists",
         remove_when="upstream offers a hook after scheduler construction",
         around=_with_controller,
+        since="0.31.0",
+    ),
+    Patch(
+        target=f"{_CORE}.__init__",
+        expects=(
+            "self",
+            "vllm_config",
+            "executor_class",
+            "log_stats",
+            "executor_fail_callback",
+            "include_finished_set",
+        ),
+        why="each engine core gets its controller, at the end of its constructor",
+        remove_when="upstream offers a hook after scheduler construction",
+        around=_controlled,
+        before="0.31.0",
     ),
     Patch(
         target=f"{_CORE}._attach_weight_version",
@@ -148,6 +189,7 @@ PATCHES = [
         why="a step gets its label when it is scheduled; upstream's when it is read",
         remove_when="upstream stamps steps at schedule time",
         around=_keep_stamps,
+        since="0.32.0",
     ),
     Patch(
         target=f"{_CORE}.shutdown",
@@ -200,6 +242,15 @@ PATCHES = [
         why="data-parallel engines that step together commit and continue at one step",
         remove_when="upstream commits versions at its data-parallel sync points",
         around=_meet,
+        since="0.32.0",
+    ),
+    Patch(
+        target="vllm.v1.engine.core:DPEngineCoreProc._has_global_unfinished_reqs",
+        expects=("self", "local_unfinished"),
+        why="data-parallel engines that step together commit and continue at one step",
+        remove_when="upstream commits versions at its data-parallel sync points",
+        around=partial(_meet, is_sync_point=_is_32nd_step),
+        before="0.32.0",
     ),
     Patch(
         target="vllm.v1.engine.core:DPEngineCoreProc._pause_complete",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from vllm.inflight import upstream
@@ -22,6 +23,23 @@ def _with_epochs(original: Callable[..., Any]) -> Callable[..., Any]:
         return decoded(original(self), self.lora_request)
 
     return _weight_version_spans
+
+
+def _of_reports(_: None) -> Callable[..., Any]:
+    def _weight_version_spans(self: upstream.RequestState) -> Any:
+        from vllm.inflight.outputs.spans import decoded
+
+        state = ReplyState.find(self)
+        spans = None if state is None else state.spans(num_tokens(self))
+        return decoded(spans, self.lora_request)
+
+    return _weight_version_spans
+
+
+def num_tokens(state: upstream.RequestState) -> int:
+    """How many tokens of a request have arrived."""
+    assert state.detokenizer is not None
+    return int(state.detokenizer.num_output_tokens())
 
 
 def _on_every_chunk(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,6 +78,19 @@ def _newest_trail(original: Callable[..., Any]) -> Callable[..., Any]:
     return add
 
 
+def _newest_spans(original: Callable[..., Any]) -> Callable[..., Any]:
+    merged = _newest_trail(original)
+
+    def add(self: upstream.RequestOutput, next_output: Any, aggregate: bool) -> None:
+        merged(self, next_output, aggregate)
+        newest = {newer.index: newer.weight_versions for newer in next_output.outputs}
+        for output in self.outputs:
+            if (spans := newest.get(output.index)) is not None:
+                output.weight_versions = spans
+
+    return add
+
+
 def _take_trails(original: Callable[..., Any]) -> Callable[..., Any]:
     def process_outputs(
         self: upstream.OutputProcessor,
@@ -76,7 +107,7 @@ def _take_trails(original: Callable[..., Any]) -> Callable[..., Any]:
             if state is not None:
                 if output.finish_reason in ended:
                     _end(state, output)
-                elif output.pooling_output is not None:
+                elif output.pooling_output is not None and weight_version is not None:
                     ReplyState.of(state).pooled_stamp = weight_version
             params = output.kv_transfer_params
             if params is None or KV_FIELD not in params:
@@ -91,6 +122,46 @@ def _take_trails(original: Callable[..., Any]) -> Callable[..., Any]:
             engine_core_timestamp,
             iteration_stats,
             weight_version,
+        )
+
+    return process_outputs
+
+
+def _take_stamps(original: Callable[..., Any]) -> Callable[..., Any]:
+    def unversioned(
+        self: upstream.OutputProcessor,
+        engine_core_outputs: list[upstream.EngineCoreOutput],
+        engine_core_timestamp: object,
+        iteration_stats: object,
+        _: None,
+    ) -> Any:
+        return original(
+            self, engine_core_outputs, engine_core_timestamp, iteration_stats
+        )
+
+    take_trails = _take_trails(unversioned)
+
+    def process_outputs(
+        self: upstream.OutputProcessor,
+        engine_core_outputs: list[upstream.EngineCoreOutput],
+        engine_core_timestamp: object = None,
+        iteration_stats: object = None,
+    ) -> Any:
+        from vllm.inflight.engine.scheduling.version_stamp import STAMP_FIELD
+
+        for output in engine_core_outputs:
+            params = output.kv_transfer_params
+            if params is None or STAMP_FIELD not in params:
+                continue
+            stamp = params.pop(STAMP_FIELD)
+            output.kv_transfer_params = params or None
+            state = self.request_states.get(output.request_id)
+            if state is not None and output.pooling_output is not None:
+                ReplyState.of(state).pooled_stamp = stamp
+            elif state is not None:
+                ReplyState.of(state).begin_span(stamp, num_tokens(state))
+        return take_trails(
+            self, engine_core_outputs, engine_core_timestamp, iteration_stats
         )
 
     return process_outputs
@@ -136,12 +207,54 @@ def _ended_is_an_error(original: Callable[..., Any]) -> Callable[..., Any]:
             *args,
             **kwargs,
         )
-        state = ReplyState.find(self)
-        if state is not None and state.pooled_stamp is not None and made is not None:
-            PooledVersion(state.pooled_stamp).attach(made)
+        _label_pooled(self, made)
         return made
 
     return make_request_output
+
+
+def _ended_raises(original: Callable[..., Any]) -> Callable[..., Any]:
+    def make_request_output(
+        self: Any,
+        new_token_ids: list[int],
+        pooling_output: object,
+        finish_reason: upstream.FinishReason | None,
+        stop_reason: int | str | None,
+        *args: object,
+        **kwargs: object,
+    ) -> Any:
+        why = None
+        if pooling_output is not None:
+            if finish_reason == upstream.FinishReason.ABORT:
+                why = "the request was aborted; send it again"
+            elif finish_reason == upstream.FinishReason.ERROR:
+                why = f"{stop_reason or 'the request failed'}"
+        if why is not None:
+            error = upstream.GenerationError(why)
+            if self.queue is None:  # of an `LLM`
+                raise error
+            self.queue.put(error)
+            return None
+        made = original(
+            self,
+            new_token_ids,
+            pooling_output,
+            finish_reason,
+            stop_reason,
+            *args,
+            **kwargs,
+        )
+        _label_pooled(self, made)
+        return made
+
+    return make_request_output
+
+
+def _label_pooled(request: upstream.RequestState, made: Any) -> None:
+    """Attach the version of a pooled output, for the headers of its reply."""
+    state = ReplyState.find(request)
+    if state is not None and state.pooled_stamp is not None and made is not None:
+        PooledVersion(state.pooled_stamp).attach(made)
 
 
 # ----------------------------------------------------------- /inference/v1/generate
@@ -180,7 +293,27 @@ def _models_built_again(original: Callable[..., Any]) -> Callable[..., Any]:
     return __init__
 
 
-def _whose_kv(original: Callable[..., Any]) -> Callable[..., Any]:
+def _older_models_built_again(original: Callable[..., Any]) -> Callable[..., Any]:
+    def __init__(self: Any, *args: object, **kwargs: object) -> None:
+        from vllm.entrypoints.scale_out.token_in_token_out import protocol
+
+        for model in (
+            protocol.GenerateResponseChoice,
+            protocol.GenerateResponseStreamChoice,
+            protocol.GenerateResponse,
+            protocol.GenerateStreamResponse,
+        ):
+            # A choice has fields that this release does not know.
+            model.model_config["extra"] = "allow"
+            model.model_rebuild(force=True)
+        original(self, *args, **kwargs)
+
+    return __init__
+
+
+def _whose_kv(
+    original: Callable[..., Any], *, kv_only: bool = True
+) -> Callable[..., Any]:
     async def serve_tokens_full_generator(
         self: Any,
         request: Any,
@@ -190,9 +323,9 @@ def _whose_kv(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         from vllm.inflight.outputs import openai
 
-        if not openai.wants_kv(self, request):
+        if kv_only and not openai.wants_kv(self, request):
             return await original(self, request, result_generator, *args, **kwargs)
-        ledger = openai.ReplySpans(kv_only=True)
+        ledger = openai.ReplySpans(kv_only=kv_only)
         watched = openai.watched(result_generator, ledger.note_all)
         async with aclosing(watched) as results:
             response = await original(self, request, results, *args, **kwargs)
@@ -201,7 +334,9 @@ def _whose_kv(original: Callable[..., Any]) -> Callable[..., Any]:
     return serve_tokens_full_generator
 
 
-def _whose_kv_by_chunk(original: Callable[..., Any]) -> Callable[..., Any]:
+def _whose_kv_by_chunk(
+    original: Callable[..., Any], *, kv_only: bool = True
+) -> Callable[..., Any]:
     def serve_tokens_stream_generator(
         self: Any,
         request: Any,
@@ -214,9 +349,9 @@ def _whose_kv_by_chunk(original: Callable[..., Any]) -> Callable[..., Any]:
         def lines(results: AsyncGenerator[upstream.RequestOutput, None]) -> Any:
             return original(self, request, results, *args, **kwargs)
 
-        if not openai.wants_kv(self, request):
+        if kv_only and not openai.wants_kv(self, request):
             return lines(result_generator)
-        ledger = openai.ReplySpans(kv_only=True)
+        ledger = openai.ReplySpans(kv_only=kv_only)
         return openai.labelled(result_generator, ledger.note_all, lines, ledger)
 
     return serve_tokens_stream_generator
@@ -224,6 +359,15 @@ def _whose_kv_by_chunk(original: Callable[..., Any]) -> Callable[..., Any]:
 
 _STATE = "vllm.v1.engine.output_processor:RequestState"
 _TOKENS = "vllm.entrypoints.scale_out.token_in_token_out.serving:ServingTokens"
+
+_REPLY = (
+    "self",
+    "request",
+    "result_generator",
+    "request_id",
+    "model_name",
+    "request_metadata",
+)
 
 _EPOCHS = "upstream's version spans distinguish versions with equal labels"
 _WHOSE_KV = "upstream tracks which version computed a request's KV"
@@ -235,6 +379,23 @@ PATCHES = [
         why="version spans have the epoch, since two versions may have one label",
         remove_when=_EPOCHS,
         around=_with_epochs,
+        since="0.32.0",
+    ),
+    Patch(
+        target=f"{_STATE}._weight_version_spans",
+        expects=None,
+        why="upstream has no version spans before 0.32",
+        remove_when="0.32 is the oldest supported release",
+        around=_of_reports,
+        before="0.32.0",
+    ),
+    Patch(
+        target="vllm.outputs:CompletionOutput.weight_versions",
+        expects=None,
+        why="upstream's outputs have no field for version spans before 0.32",
+        remove_when="0.32 is the oldest supported release",
+        around=lambda _: None,
+        before="0.32.0",
     ),
     Patch(
         target=f"{_STATE}._new_completion_output",
@@ -249,6 +410,15 @@ PATCHES = [
         why="merged chunks have the KV provenance of the last chunk",
         remove_when=_WHOSE_KV,
         around=_newest_trail,
+        since="0.32.0",
+    ),
+    Patch(
+        target="vllm.outputs:RequestOutput.add",
+        expects=("self", "next_output", "aggregate"),
+        why="merged chunks have the version spans and provenance of the last chunk",
+        remove_when="0.32 is the oldest supported release",
+        around=_newest_spans,
+        before="0.32.0",
     ),
     Patch(
         target="vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
@@ -264,6 +434,20 @@ PATCHES = [
         remove_when="engine outputs have fields for this, and upstream's pause aborts "
         "requests of every kind",
         around=_take_trails,
+        since="0.32.0",
+    ),
+    Patch(
+        target="vllm.v1.engine.output_processor:OutputProcessor.process_outputs",
+        expects=(
+            "self",
+            "engine_core_outputs",
+            "engine_core_timestamp",
+            "iteration_stats",
+        ),
+        why="the stamp of a step comes with its requests, too, before 0.32",
+        remove_when="0.32 is the oldest supported release",
+        around=_take_stamps,
+        before="0.32.0",
     ),
     Patch(
         target=f"{_STATE}.make_request_output",
@@ -281,6 +465,24 @@ PATCHES = [
         "output",
         remove_when="upstream's pooling outputs report an abort",
         around=_ended_is_an_error,
+        since="0.32.0",
+    ),
+    Patch(
+        target=f"{_STATE}.make_request_output",
+        expects=(
+            "self",
+            "new_token_ids",
+            "pooling_output",
+            "finish_reason",
+            "stop_reason",
+            "kv_transfer_params",
+            "ec_transfer_params",
+        ),
+        why="a pooling request that is aborted or fails raises an error; its outputs "
+        "have no field for one before 0.32",
+        remove_when="0.32 is the oldest supported release",
+        around=_ended_raises,
+        before="0.32.0",
     ),
     Patch(
         target="vllm.outputs:WeightVersionSpan.__get_pydantic_core_schema__",
@@ -288,6 +490,7 @@ PATCHES = [
         why="a reply of /inference/v1/generate has the fields of the declared type",
         remove_when=_EPOCHS,
         around=_schema_with_epoch,
+        since="0.32.0",
     ),
     Patch(
         target=f"{_TOKENS}.__init__",
@@ -305,33 +508,56 @@ PATCHES = [
         why="upstream built the reply models before version spans had an epoch",
         remove_when=_EPOCHS,
         around=_models_built_again,
+        since="0.32.0",
+    ),
+    Patch(
+        target=f"{_TOKENS}.__init__",
+        expects=(
+            "self",
+            "engine_client",
+            "models",
+            "online_renderer",
+            "request_logger",
+            "force_no_detokenize",
+            "return_tokens_as_token_ids",
+            "enable_prompt_tokens_details",
+            "enable_log_outputs",
+        ),
+        why="upstream's reply models have no version spans before 0.32",
+        remove_when="0.32 is the oldest supported release",
+        around=_older_models_built_again,
+        before="0.32.0",
     ),
     Patch(
         target=f"{_TOKENS}.serve_tokens_full_generator",
-        expects=(
-            "self",
-            "request",
-            "result_generator",
-            "request_id",
-            "model_name",
-            "request_metadata",
-        ),
+        expects=_REPLY,
         why="a choice reports its KV provenance, if the request asks for it",
         remove_when=_WHOSE_KV,
         around=_whose_kv,
+        since="0.32.0",
+    ),
+    Patch(
+        target=f"{_TOKENS}.serve_tokens_full_generator",
+        expects=_REPLY,
+        why="a choice reports its version spans, and its KV provenance if asked",
+        remove_when="0.32 is the oldest supported release",
+        around=partial(_whose_kv, kv_only=False),
+        before="0.32.0",
     ),
     Patch(
         target=f"{_TOKENS}.serve_tokens_stream_generator",
-        expects=(
-            "self",
-            "request",
-            "result_generator",
-            "request_id",
-            "model_name",
-            "request_metadata",
-        ),
+        expects=_REPLY,
         why="the choices of a stream report their KV provenance, too",
         remove_when=_WHOSE_KV,
         around=_whose_kv_by_chunk,
+        since="0.32.0",
+    ),
+    Patch(
+        target=f"{_TOKENS}.serve_tokens_stream_generator",
+        expects=_REPLY,
+        why="the choices of a stream report their version spans, too",
+        remove_when="0.32 is the oldest supported release",
+        around=partial(_whose_kv_by_chunk, kv_only=False),
+        before="0.32.0",
     ),
 ]

@@ -100,6 +100,7 @@ PATCHES = [
         why="no step runs during the reset",
         remove_when="upstream's worker calls run on the stream of the steps",
         around=_reset,
+        since="0.32.0",
     ),
     Patch(
         target=f"{_RELOAD}.layerwise:restore_layer_on_meta",
@@ -121,6 +122,7 @@ PATCHES = [
         why="a reload of weights in kernel format is noted, too",
         remove_when="upstream's reload reports what it has written",
         around=_noted_when_found,
+        since="0.32.0",
     ),
     *(
         Patch(

@@ -51,6 +51,19 @@ def _asleep_after_a_failure(original: Callable[..., Any]) -> Callable[..., Any]:
     return sleep
 
 
+def _said_asleep_after_a_failure(original: Callable[..., Any]) -> Callable[..., Any]:
+    asleep = _asleep_after_a_failure(original)
+
+    def sleep(self: upstream.Executor, level: int = 1) -> None:
+        try:
+            asleep(self, level)
+        except Exception:
+            self.is_sleeping = True  # later releases conclude it from the tags
+            raise
+
+    return sleep
+
+
 def _outside_of_pools(original: Callable[..., Any]) -> Callable[..., Any]:
     def _maybe_get_memory_pool_context(self: upstream.Worker, tag: str) -> Any:
         from vllm.inflight.worker.memory.placement import is_wanted
@@ -141,6 +154,7 @@ PATCHES = [
         why="requests that a pause keeps stay when the KV cache is given back",
         remove_when="upstream retracts the requests that it calls kept",
         around=_with_kept_requests,
+        since="0.31.0",
     ),
     Patch(
         target="vllm.v1.executor.abstract:Executor.sleep",
@@ -148,6 +162,15 @@ PATCHES = [
         why="if one rank fails to sleep, the others sleep and can be woken up",
         remove_when="upstream does for sleep what it does for discard",
         around=_asleep_after_a_failure,
+        since="0.31.0",
+    ),
+    Patch(
+        target="vllm.v1.executor.abstract:Executor.sleep",
+        expects=("self", "level"),
+        why="if one rank fails to sleep, the others sleep and can be woken up",
+        remove_when="0.31 is the oldest supported release",
+        around=_said_asleep_after_a_failure,
+        before="0.31.0",
     ),
     Patch(
         target="vllm.v1.worker.gpu_worker:Worker._maybe_get_memory_pool_context",
@@ -169,6 +192,7 @@ PATCHES = [
         why="weights whose memory was discarded are not read",
         remove_when="upstream reports which weights of a worker have memory",
         around=_noted_discarded,
+        since="0.31.0",
     ),
     Patch(
         target="vllm.v1.worker.gpu_worker:Worker.wake_up",

@@ -25,6 +25,7 @@ from vllm.inflight.engine.pause import pause
 from vllm.inflight.engine.scheduling import request_checks
 from vllm.inflight.engine.scheduling.scheduler_state import SchedulerState
 from vllm.inflight.errors import (
+    ConfigError,
     EngineAsleep,
     EngineFault,
     PauseConflict,
@@ -233,7 +234,12 @@ class Sleep:
 
         Weights in the arena can. Upstream puts all its memory pools to sleep at once.
         """
-        return is_wanted(self._core.vllm_config)
+        return self._gives_parts and is_wanted(self._core.vllm_config)
+
+    @property
+    def _gives_parts(self) -> bool:
+        """Whether upstream can release a part of its memory: from 0.31 on."""
+        return hasattr(self._core.model_executor, "discard")
 
     def release(
         self,
@@ -271,6 +277,11 @@ class Sleep:
         parts = set(tags)
         if WEIGHTS in parts and not self.gives_weights_alone:
             parts.add(KV_CACHE)
+        if parts == {KV_CACHE} and not self._gives_parts:
+            raise ConfigError(
+                "this vLLM cannot release its KV cache alone; release the weights with "
+                "it, or install vLLM 0.31 or newer"
+            )
         parts -= executor.sleeping_tags
         if mode is None:
             mode = self._controller.pauses.asked

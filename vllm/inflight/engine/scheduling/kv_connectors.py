@@ -54,7 +54,7 @@ def check_commit(scheduler: upstream.Scheduler, mode: PauseMode) -> None:
     """Raise `PauseConflict` if requests could save KV of old weights after a commit."""
     num_running = len(scheduler.running) if mode is PauseMode.IN_PLACE else 0
     # Waiting requests that hold KV: it still arrives, or belongs to a session.
-    num_waiting = len(scheduler.kv_holding_waiting)
+    num_waiting = len(SchedulerState.of(scheduler).waiting.holding_kv())
     if mode is PauseMode.ABORT or (mode is PauseMode.WAIT and scheduler.running):
         num_waiting = 0  # all are aborted, or checked again when none runs
     for each in _apart(scheduler) if num_running + num_waiting else ():

@@ -98,7 +98,10 @@ def holders(scheduler: upstream.Scheduler, *, is_later: bool = False) -> str:
         is_later: leave out requests that hold KV only while a step is in flight.
 
     """
-    waiting = [request.request_id for request in scheduler.kv_holding_waiting]
+    waiting = [
+        request.request_id
+        for request in SchedulerState.of(scheduler).waiting.holding_kv()
+    ]
     finished, in_flight = [], []
     if not is_later:
         requests = scheduler.requests.values()

@@ -7,8 +7,8 @@ the asynchronous and a user's own scheduler all have it.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,8 @@ from vllm.inflight.engine.scheduling.request_state import RequestState
 from vllm.inflight.engine.scheduling.scheduler_state import SchedulerState
 from vllm.inflight.engine.scheduling.step_state import StepState
 from vllm.inflight.engine.scheduling.version_stamp import Stamp
+from vllm.inflight.engine.scheduling.waiting import WaitingRequests
+from vllm.inflight.releases import adapter
 from vllm.inflight.update import Version
 
 
@@ -64,8 +66,10 @@ class ServingState(SchedulerState):
         self.provenance = kv_provenance.KvProvenance(size, group)
         self.reports = ProvenanceReports(hear_all=config.kv_versions == "on")
         self.aborted = AbortedSessions()
-        self.late: list[upstream.Request] = []
-        """Retracted requests whose last tokens have not arrived yet."""
+        self.waiting: WaitingRequests = adapter("waiting requests")(scheduler)
+        self.stamps = adapter("stamps")()
+        self.late = []
+        self.is_scheduling = False
 
     def serve(self, version: Version, cache_epoch: int, last_change: int) -> None:
         """Stamp the next steps with `version`."""
@@ -99,12 +103,12 @@ class ServingState(SchedulerState):
     # ------------------------------------------------- what a `wait` waits for
     def sent_back(self) -> list[upstream.Request]:
         """Requests that have run, and wait in the queue after they lost their KV."""
-        return [each for each in self._scheduler.waiting if _is_sent_back(each)]
+        return self.waiting.sent_back()
 
     def active(self) -> list[upstream.Request]:
         """Requests that hold KV and finish without further input."""
         idle = upstream.RequestStatus.WAITING_FOR_STREAMING_REQ
-        waiting = self._scheduler.kv_holding_waiting
+        waiting = self.waiting.holding_kv()
         return [*self._scheduler.running, *(r for r in waiting if r.status != idle)]
 
     def is_busy(self) -> bool:
@@ -112,33 +116,6 @@ class ServingState(SchedulerState):
         is_frozen = self._scheduler.pause_state == upstream.PauseState.PAUSED_ALL
         sent_back = [] if is_frozen else self.sent_back()
         return bool(sent_back or self.active())
-
-    @contextmanager
-    def sent_back_first(self) -> Iterator[None]:
-        """During a step, schedule preempted requests while new requests are held back.
-
-        Upstream would hold them back like new requests. Then mode `wait` would not wait
-        for them, and they could go on under other weights.
-        """
-        waiting = self._scheduler.waiting
-        admitted = self._scheduler.kv_holding_waiting
-        sent_back = []
-        if self._scheduler.pause_state == upstream.PauseState.PAUSED_NEW:
-            sent_back = self.sent_back()
-        if not sent_back:
-            yield
-            return
-        waiting.remove_requests(sent_back)
-        for request in sent_back:
-            admitted.add_request(request)
-        try:
-            yield
-        finally:
-            left = self.sent_back()  # preempted in this step, or skipped
-            left += [r for r in sent_back if r in admitted and _is_sent_back(r)]
-            admitted.remove_requests(left)
-            waiting.remove_requests(left)
-            waiting.prepend_requests(reversed(left))
 
     # -------------------------------------------------------------- retraction
     def retract(self, only: Collection[str] | None = None) -> int:
@@ -159,7 +136,7 @@ class ServingState(SchedulerState):
             if _is_late(request):
                 self.late.append(request)
         # The same holds for requests that were preempted before.
-        for request in scheduler.waiting:
+        for request in self.waiting.all():
             if request.num_preemptions:
                 RequestState.of(request).is_retracted = True
         self._drop_media()
@@ -174,15 +151,13 @@ class ServingState(SchedulerState):
         the workers, so they are not preempted. Returns their number.
         """
         scheduler = self._scheduler
-        waiting = scheduler.kv_holding_waiting
-        loaded = [request for request in waiting if _is_loaded(request)]
-        waiting.remove_requests(loaded)
-        for request in reversed(loaded):
+        loaded = [r for r in self.waiting.holding_kv() if _is_loaded(r)]
+        self.waiting.drop_kv(loaded)
+        for request in loaded:
             scheduler._free_request_blocks(request)
             scheduler._inflight_prefills.discard(request)
             request.num_computed_tokens = 0
             RequestState.of(request).is_retracted = True
-            scheduler.waiting.prepend_request(request)
         return len(loaded)
 
 
@@ -200,8 +175,13 @@ class InflightSchedulerMixin:
         state = ServingState.of(self)
         if state.late:
             state.late = [r for r in state.late if _is_late(r)]
-        with state.sent_back_first():
-            output = super().schedule(throttle_prefills)  # type: ignore[misc]
+        is_held_back = self.pause_state == upstream.PauseState.PAUSED_NEW  # type: ignore[attr-defined]
+        state.is_scheduling = True
+        try:
+            with state.waiting.sent_back_first() if is_held_back else nullcontext():
+                output = super().schedule(throttle_prefills)  # type: ignore[misc]
+        finally:
+            state.is_scheduling = False
         state.stamp(output)
         return output
 
@@ -223,7 +203,7 @@ class InflightSchedulerMixin:
         )
         stamp = StepState.of(scheduler_output).stamp
         for output in outputs.values():
-            output.weight_version = stamp
+            state.stamps.tell(output, stamp)
             if state.reports.told:
                 state.reports.tell(output.outputs)
         return outputs
@@ -241,8 +221,9 @@ class InflightSchedulerMixin:
             state.aborted.forget(request)
 
     def _free_request(self, request: upstream.Request, **kwargs: object) -> Any:
+        state = ServingState.of(self)
+        state.stamps.forget(request.request_id)
         if request.status == upstream.RequestStatus.FINISHED_ABORTED:
-            state = ServingState.of(self)
             state.reports.forget(request)
             if request.streaming_queue is not None:
                 state.aborted.add(request)
@@ -252,7 +233,7 @@ class InflightSchedulerMixin:
         """Count preempted requests, too, while new requests are held back."""
         count: int = super().get_num_unfinished_requests()  # type: ignore[misc]
         if self.pause_state == upstream.PauseState.PAUSED_NEW:  # type: ignore[attr-defined]
-            count += len(ServingState.of(self).sent_back())
+            count += len(ServingState.of(self).waiting.uncounted())
         return count
 
     def _get_local_prefix_cache_hit(self, request: upstream.Request) -> Any:
@@ -282,23 +263,9 @@ class InflightSchedulerMixin:
         state.num_found = best[1]
         return best
 
-    def _handle_blocked_waiting_request(self, request: upstream.Request) -> bool:
-        """Keep the order behind a retracted request whose last tokens are pending.
-
-        Upstream would skip that request for the step and admit the next ones.
-        """
-        late = ServingState.of(self).late
-        if late and request not in late:
-            return False
-        return bool(super()._handle_blocked_waiting_request(request))  # type: ignore[misc]
-
 
 def _is_late(request: upstream.Request) -> bool:
     return bool(request.num_stale_output_tokens) and not request.is_finished()
-
-
-def _is_sent_back(request: upstream.Request) -> bool:
-    return bool(request.status == upstream.RequestStatus.PREEMPTED)
 
 
 def _is_loaded(request: upstream.Request) -> bool:
@@ -315,6 +282,6 @@ def inflight_scheduler(scheduler: type) -> type:
     """`scheduler` with the mixin in front of it."""
     return type(
         f"Inflight{scheduler.__name__}",
-        (InflightSchedulerMixin, scheduler),
+        (InflightSchedulerMixin, adapter("order of waiting requests"), scheduler),
         {"__module__": __name__},
     )

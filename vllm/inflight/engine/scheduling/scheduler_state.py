@@ -69,6 +69,13 @@ class LoadedAdapters(Protocol):
         """Note that the workers have unloaded the adapter with this number."""
 
 
+class WaitingQueues(Protocol):
+    """The requests that do not run, see `waiting.WaitingRequests`."""
+
+    def holding_kv(self) -> list[upstream.Request]:
+        """Every waiting request with KV, the next one first."""
+
+
 class SchedulerState(Attached, ABC):
     """Our state on one scheduler, and what the engine core does to its requests."""
 
@@ -79,6 +86,12 @@ class SchedulerState(Attached, ABC):
     aborted: AbortedSessions
     cache_epoch: int
     """The cache epoch of new requests."""
+    waiting: WaitingQueues
+    """The requests in the queues."""
+    late: list[upstream.Request]
+    """Retracted requests whose last tokens have not arrived yet."""
+    is_scheduling: bool
+    """Whether a step is being scheduled."""
 
     @abstractmethod
     def serve(self, version: Version, cache_epoch: int, last_change: int) -> None:

@@ -1,9 +1,10 @@
 """The version stamp of a step: which version sampled its tokens, as one string.
 
 Upstream carries one string per step, `EngineCoreOutputs.weight_version`, from the
-engine core to the output processor. The stamp encodes label and epoch in that string,
-so that two updates with the same label differ. It also has the load number of each
-adapter that was loaded again. The output processor decodes the stamp.
+engine core to the output processor; `stamp_reports.py` knows the releases without it.
+The stamp encodes label and epoch in that string, so that two updates with the same
+label differ. It also has the load number of each adapter that was loaded again. The
+output processor decodes the stamp.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ KV_OPTION = "kv_versions"
 """The extra argument by which a request asks for its KV provenance."""
 KV_FIELD = "inflight_kv_trail"
 """The key of the provenance in the `kv_transfer_params` of an output."""
+STAMP_FIELD = "inflight_stamp"
+"""The key of the stamp there, in releases whose steps have no field for it."""
 
 
 Loads = tuple[tuple[str, int, int], ...]

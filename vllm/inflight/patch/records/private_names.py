@@ -57,6 +57,21 @@ OVERRIDES = [
         expects=("self", "request"),
         why="no request overtakes a retracted one whose last tokens are on their way",
         remove_when="upstream keeps the order of preempted requests",
+        since="0.31.0",
+    ),
+    Override(
+        target=f"{_SCHEDULER}._is_blocked_waiting_status",
+        expects=("status",),
+        why="no request overtakes a retracted one whose last tokens are on their way",
+        remove_when="0.31 is the oldest supported release",
+        before="0.31.0",
+    ),
+    Override(
+        target=f"{_SCHEDULER}._try_promote_blocked_waiting_request",
+        expects=("self", "request"),
+        why="no request overtakes a retracted one whose last tokens are on their way",
+        remove_when="0.31 is the oldest supported release",
+        before="0.31.0",
     ),
 ]
 
@@ -72,6 +87,12 @@ PRIVATES = [
         expects=("self", "request"),
         why="retraction frees the KV of requests that wait with KV from elsewhere",
         remove_when="upstream can preempt chosen requests",
+    ),
+    Private(
+        target=f"{_SCHEDULER}._pause_state",
+        why="a step admits preempted requests while it holds new ones back",
+        remove_when="0.32 is the oldest supported release",
+        before="0.32.0",
     ),
     Private(
         target=f"{_SCHEDULER}._inflight_prefills",

@@ -144,7 +144,9 @@ def make_blank(worker: upstream.WorkerBase, keeps_some: bool) -> None:
 
     """
     config = worker.vllm_config.model_config
-    patterns = config.sleep_preserve_parameter_names if keeps_some else ()
+    patterns = (
+        getattr(config, "sleep_preserve_parameter_names", ()) if keeps_some else ()
+    )
     if (tripwire := tripwire_of_worker(worker)) is not None:
         tripwire.make_blank(patterns or ())
     if (stager := WorkerState.of(worker).stager) is not None:

@@ -262,6 +262,7 @@ class Scrub:
         self._sums = Sums(layout.device, layout.num_rows)
         self._slices = list(layout.slices(self._copies))
         self._wrong: set[str] = set()
+        self._error: Exception | None = None
 
     @property
     def num_slices(self) -> int:
@@ -269,9 +270,15 @@ class Scrub:
         return len(self._slices)
 
     def slice(self) -> None:
-        """Read the next slice; on a GPU, enqueue that on the current stream."""
+        """Read the next slice; on a GPU, enqueue that on the current stream.
+
+        Nobody reads the reply to this call, so an error is raised by `result`.
+        """
         if self._slices:
-            self._wrong |= self._slices.pop(0).read(self._sums)
+            try:
+                self._wrong |= self._slices.pop(0).read(self._sums)
+            except Exception as error:
+                self._error = self._error or error
 
     def result(self) -> dict[str, Any]:
         """The findings, once every slice has been read.
@@ -295,6 +302,8 @@ class Scrub:
         """
         while self._slices:
             self.slice()
+        if self._error is not None:
+            raise self._error
         layout, rows = self._layout, self._sums.results()
         marks = {
             place.param: _digest(rows[place.row])

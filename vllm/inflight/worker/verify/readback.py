@@ -188,11 +188,12 @@ def content(layer: torch.nn.Module, key: str, param: torch.Tensor) -> torch.Tens
         return param.data
     # A tied head exists twice: one form is looked up, the other is multiplied with.
     is_twice = param.numel() > 0
-    parts: Any = getattr(layer, "input_size_per_partition", None) or layer.input_size
-    width: Any = param.shape[1] if is_twice else parts
+    width: Any = param.shape[1] if is_twice else _width(layer)
+    # Before 0.31, what is left of a packed weight has the default dtype.
+    dtype: Any = param.dtype if is_twice else layer.params_dtype
     columns = []
     for start in range(0, width, SLAB):
-        unit = torch.zeros(min(SLAB, width - start), width, dtype=param.dtype)
+        unit = torch.zeros(min(SLAB, width - start), width, dtype=dtype)
         unit.diagonal(start).fill_(1)
         columns.append(multiply(unit, param, None).t())
     packed = torch.cat(columns, dim=1).contiguous()
@@ -204,6 +205,11 @@ def content(layer: torch.nn.Module, key: str, param: torch.Tensor) -> torch.Tens
     if not (same and torch.equal(is_plain, is_read)):
         raise EngineFault("a weight and its packed form belong to two versions")
     return packed if is_plain.all() else param.data
+
+
+def _width(layer: torch.nn.Module) -> Any:
+    """Inputs of a linear layer on this rank, whose plain weight is gone."""
+    return getattr(layer, "input_size_per_partition", None) or layer.input_size
 
 
 def _stage(worker: upstream.WorkerBase) -> int:
