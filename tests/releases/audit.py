@@ -45,13 +45,13 @@ def findings(release: Release, reference: Release) -> Iterator[Finding]:
     yield from checks.protocols(*sides, records.PROTOCOLS)
     yield from checks.names(release, upstream.NAMES)
     yield from checks.imports(release)
-    yield from checks.words(*sides)
+    yield from checks.words(*sides, patches)
     yield from checks.fields(release, records.FIELDS)
     yield from checks.routes(*sides, [*ROUTES, *OTHER_ROUTES])
     yield from checks.ways_around(*sides, patches)
     yield from checks.families(*sides, records.FAMILIES)
     yield from checks.code(*sides, records.RESTS_ON)
-    yield from type_errors.new_errors(*sides)
+    yield from type_errors.new_errors(*sides, patches)
 
 
 def settle(

@@ -15,7 +15,7 @@ from inspect import Parameter, Signature
 from typing import Any
 
 from tests.releases.records import REACHING, Field, RestsOn
-from tests.releases.release import OURS, UPSTREAM, Release
+from tests.releases.release import OURS, UPSTREAM, Release, is_meant
 from tests.releases.syntax import OUTSIDE, VALUE, Definition, Function, Module, assigned
 from vllm.inflight.attached import ATTRIBUTE
 from vllm.inflight.patch.records.record import Attribute, Override, Patch, Private
@@ -42,12 +42,17 @@ class Finding:
     told: str = ""
 
 
+def _found(check: str, subject: str, problem: str | None) -> Finding:
+    """What breaks us, or that it fits."""
+    return Finding(check, subject, FITS if problem is None else BREAKS, problem or "")
+
+
 # --------------------------------------------------------------------------- records
 def patches(release: Release, records: Iterable[Patch]) -> Iterator[Finding]:
     """Targets of patches have the expected parameters; added names are free."""
     for record in records:
         yield _of_record("patches", release, record)
-        if _is_meant(release, record):
+        if is_meant(record, release) and record.expects is not None:
             yield from _of_replacement(release, record)
 
 
@@ -59,21 +64,16 @@ def names_of_records(
         yield _of_record("private names", release, record)
 
 
-def _is_meant(release: Release, record: Any) -> bool:
-    return holds(record.since, record.before, release.name)
-
-
 def _of_record(
     check: str, release: Release, record: Patch | Override | Private
 ) -> Finding:
     target = record.target
-    if not _is_meant(release, record):
+    if not is_meant(record, release):
         return Finding(check, target, ABSENT)
     found = release.tree.find(target)
     if isinstance(record, Private) and record.expects is None:
-        if found is None and not _sets(release, target):
-            return Finding(check, target, BREAKS, "is gone")
-        return Finding(check, target, FITS)
+        is_gone = found is None and not _sets(release, target)
+        return _found(check, target, "is gone" if is_gone else None)
     expected = differing(SIGNATURES.get(target), record.expects, release.name)
     state = FITS if expected == record.expects else DIFFERS
     if expected is None:
@@ -118,11 +118,8 @@ def _of_replacement(release: Release, record: Patch) -> Iterator[Finding]:
         return
     ours = inspect.signature(record.around(_any_function))
     problem = misfit(ours, found.signature, skip=0 if "." not in found.path else 1)
-    if problem is not None:
-        told = f"our replacement {problem}"
-        yield Finding("replacements", record.target, BREAKS, told)
-    else:
-        yield Finding("replacements", record.target, FITS)
+    told = None if problem is None else f"our replacement {problem}"
+    yield _found("replacements", record.target, told)
 
 
 def _any_function(*args: Any, **kwargs: Any) -> Any:
@@ -187,14 +184,13 @@ def attributes(release: Release, records: Iterable[Attribute]) -> Iterator[Findi
     """Objects of upstream have room for our attributes, and no such names."""
     for record in records:
         subject = f"{record.target}.{record.name}"
-        if not _is_meant(release, record):
+        if not is_meant(record, release):
             yield Finding("attributes", subject, ABSENT)
             continue
-        problem = _problem_with_attribute(release, record)
-        yield Finding("attributes", subject, BREAKS if problem else FITS, problem or "")
+        yield _found("attributes", subject, _problem_with_attribute(release, record))
     is_used = ATTRIBUTE in release.words
-    told = "is a name that upstream uses" if is_used else ""
-    yield Finding("attributes", ATTRIBUTE, BREAKS if is_used else FITS, told)
+    problem = "is a name that upstream uses" if is_used else None
+    yield _found("attributes", ATTRIBUTE, problem)
 
 
 def _problem_with_attribute(release: Release, record: Attribute) -> str | None:
@@ -314,8 +310,8 @@ def _compared(
     """Compare a class of ours with its classes of upstream, in two releases."""
     (release, kind, _), (reference, then, _) = side, measure
     now, before = _all_members(side), _all_members(measure)
-    lost = {c.path for c in measure[2]} - {c.path for c in side[2]}
-    lost &= {base.path for base in reference.tree.bases(then)}
+    lost = {base.path for base in reference.tree.bases(then)}
+    lost -= {base.path for base in release.tree.bases(kind)}
     for path in sorted(lost):
         yield Finding(check, kind.target, BREAKS, f"its base class {path} is gone")
     for name, own in release.tree.own_members(kind).items():
@@ -328,8 +324,7 @@ def _compared(
         if problem is None and name in now and name not in before:
             problem = "is new in upstream, and ours hides it"
         if name in now or name in before:
-            state = BREAKS if problem else FITS
-            yield Finding(check, f"{kind.target}.{name}", state, problem or "")
+            yield _found(check, f"{kind.target}.{name}", problem)
     if is_leaf:
         missing = _not_made(release, kind) - _not_made(reference, then)
         for name in sorted(missing):
@@ -368,7 +363,7 @@ def _not_made(release: Release, kind: Definition) -> set[str]:
 
 def _order_of_fields(side: Side) -> str | None:
     """A field of ours without a default after one of upstream with a default."""
-    release, kind, classes = side
+    _, kind, classes = side
     if "dataclass" not in kind.decorators or "kw_only=True" in _head(kind):
         return None
     given = [name for each in classes for name, has in _fields(each) if has]
@@ -413,9 +408,7 @@ def protocols(
             problem = _problem(mine[name], theirs)
             if name in before and problem == _problem(mine[name], before[name]):
                 problem = None
-            yield Finding(
-                "protocols", subject, BREAKS if problem else FITS, problem or ""
-            )
+            yield _found("protocols", subject, problem)
         for name in before.keys() - release.tree.own_members(now).keys():
             told = f"{target} has no such method any more"
             yield Finding("protocols", f"{ours}.{name}", BREAKS, told)
@@ -441,14 +434,8 @@ def imports(release: Release) -> Iterator[Finding]:
             path = target.partition(":")[2]
             if module.name == UPSTREAM and path in release.names:
                 continue  # the check of names says it
-            is_there = _is_importable(release, target)
-            subject = f"{module.name}: {target}"
-            yield Finding(
-                "imports",
-                subject,
-                FITS if is_there else BREAKS,
-                "" if is_there else "is gone",
-            )
+            problem = None if _is_importable(release, target) else "is gone"
+            yield _found("imports", f"{module.name}: {target}", problem)
 
 
 def _imports_of_upstream(module: Module) -> Iterator[tuple[int, str]]:
@@ -477,21 +464,28 @@ def _is_importable(release: Release, target: str) -> bool:
     return release.tree.find(target) is not None
 
 
-def words(release: Release, reference: Release) -> Iterator[Finding]:
+def words(
+    release: Release, reference: Release, records: Iterable[Patch]
+) -> Iterator[Finding]:
     """Attributes that our code reads by name are still names in upstream's files."""
+    added = {
+        each.target.rpartition(".")[2]
+        for each in records
+        if each.expects is None and is_meant(each, release)
+    }
     used: dict[str, str] = {}
     for module in release.modules():
         for line, name in _attributes_in(module):
             if not release.is_left_out(module.name, line):
                 used.setdefault(name, module.name)
     ours = {name for module in release.modules() for name in _made_in(module)}
+    ours |= added | release.names.keys()
     for name, module_name in sorted(used.items()):
-        if name in reference.made and name not in ours | release.names.keys():
-            is_there = name in release.words
-            told = (
-                "" if is_there else f"is in no file of upstream; {module_name} uses it"
-            )
-            yield Finding("words", name, FITS if is_there else BREAKS, told)
+        if name in reference.made and name not in ours:
+            problem = None
+            if name not in release.words:
+                problem = f"is in no file of upstream; {module_name} uses it"
+            yield _found("words", name, problem)
 
 
 def _attributes_in(module: Module) -> Iterator[tuple[int, str]]:
@@ -522,7 +516,7 @@ def fields(release: Release, records: Iterable[Field]) -> Iterator[Finding]:
     """Models of HTTP declare the fields that we know of, and no other of ours."""
     for record in records:
         subject = f"{record.model}.{record.name}"
-        if not _is_meant(release, record):
+        if not is_meant(record, release):
             yield Finding("fields", subject, ABSENT)
             continue
         model = release.tree.find(record.model)
@@ -532,13 +526,12 @@ def fields(release: Release, records: Iterable[Field]) -> Iterator[Finding]:
         since = record.declared_since
         expected = since is not None and holds(since, None, release.name)
         is_declared = record.name in release.tree.members(model)
+        problem = None
         if is_declared != expected:
-            told = (
-                "declares it, and we add it" if is_declared else "does not declare it"
-            )
-            yield Finding("fields", subject, BREAKS, f"upstream {told}")
-        else:
-            yield Finding("fields", subject, FITS)
+            problem = "upstream does not declare it"
+            if is_declared:
+                problem = "upstream declares it, and we add it"
+        yield _found("fields", subject, problem)
 
 
 def routes(
@@ -551,12 +544,11 @@ def routes(
         is_ours = path in paths
         if not is_ours and not re.search(REACHING, path):
             continue
-        is_new = (method, path) not in before
-        told = "is new; " + (
-            "we have this path" if is_ours else "our routes do not know it"
-        )
-        state = BREAKS if is_new else FITS
-        yield Finding("routes", f"{method} {path}", state, told if is_new else "")
+        problem = None
+        if (method, path) not in before:
+            what = "has a path of ours" if is_ours else "may go past our routes"
+            problem = f"is new, and {what}"
+        yield _found("routes", f"{method} {path}", problem)
 
 
 METHODS = {"get", "post", "put", "delete", "patch", "head", "websocket"}
@@ -604,9 +596,8 @@ def ways_around(
             if is_call and member.target not in seen:
                 seen.add(member.target)
                 is_new = name not in before and f"{owner}.{name}" not in targets
-                told = "is new, and may go past our patches" if is_new else ""
-                state = BREAKS if is_new else FITS
-                yield Finding("ways around", member.target, state, told)
+                problem = "is new, and may go past our patches" if is_new else None
+                yield _found("ways around", member.target, problem)
 
 
 def code(
@@ -633,9 +624,8 @@ def families(
     for base, (package, why) in records.items():
         before = {each.path for each in _subclasses(reference, base, package)}
         for each in _subclasses(release, base, package):
-            is_new = each.path not in before
-            state = BREAKS if is_new else FITS
-            yield Finding("families", each.target, state, f"is new; {why}" * is_new)
+            problem = None if each.path in before else f"is new; {why}"
+            yield _found("families", each.target, problem)
 
 
 def _subclasses(release: Release, base: str, package: str) -> list[Definition]:
@@ -651,7 +641,8 @@ def changed_bodies(
     for record in records:
         now = release.tree.find(record.target)
         then = reference.tree.find(record.target)
-        if now is not None and then is not None and now.kind != VALUE:
-            if now.code != then.code:
-                changed.append(record.target)
+        if now is None or then is None or now.kind == VALUE:
+            continue
+        if now.code != then.code:
+            changed.append(record.target)
     return sorted(set(changed))

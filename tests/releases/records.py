@@ -181,4 +181,75 @@ class Settled:
         return is_same and holds(self.since, self.before, release)
 
 
-SETTLED: list[Settled] = []
+_HASHES = "vllm.v1.core.kv_cache_utils"
+_SCHED = "vllm.v1.core.sched"
+
+SETTLED = [
+    Settled(
+        check="derived classes",
+        subject="vllm.inflight.worker.sleep:SleepBackend.discard",
+        how="nothing calls it in these releases",
+        before="0.31.0",
+    ),
+    Settled(
+        check="types",
+        subject="vllm/inflight/worker/sleep.py: "
+        '"discard" undefined in superclass  [misc]',
+        how="nothing calls it in these releases",
+        before="0.31.0",
+    ),
+    Settled(
+        check="words",
+        subject="sleep_preserve_parameter_names",
+        how="it is read with a default, since a sleep keeps no weights there",
+        before="0.31.0",
+    ),
+    Settled(
+        check="words",
+        subject="dp_sync_interval",
+        how="the patch for these releases knows upstream's constant",
+        before="0.30.0",
+    ),
+    Settled(
+        check="ways around",
+        subject="vllm.v1.worker.gpu_worker:Worker._get_sleep_mode_backend",
+        how="it returns the backend that we set",
+        before="0.30.0",
+    ),
+    Settled(
+        check="code",
+        subject=f"{_HASHES}:generate_block_hash_extra_keys",
+        how="the first block's hash contains the salt there, too, without a label",
+        before="0.31.0",
+    ),
+    Settled(
+        check="code",
+        subject=f"{_HASHES}:get_request_block_hasher",
+        how="only the search for the media of a block differs",
+        before="0.31.0",
+    ),
+    Settled(
+        check="code",
+        subject=f"{_SCHED}.async_scheduler:AsyncScheduler._update_after_schedule",
+        how="only the step at which a request may decode again differs",
+        before="0.31.0",
+    ),
+    Settled(
+        check="code",
+        subject=f"{_SCHED}.scheduler:Scheduler._preempt_request",
+        how="there is no connector of auxiliary outputs that would have to be told",
+        before="0.31.0",
+    ),
+    Settled(
+        check="code",
+        subject="vllm.entrypoints.serve.engine.protocol:OpenAIBaseModel",
+        how="only what is logged differs",
+        before="0.30.0",
+    ),
+    Settled(
+        check="mixins",
+        subject=f"{_SCHED}.interface:SchedulerInterface.has_request",
+        how="upstream's schedulers have it, and the mixin does not change it",
+        since="0.33.0",
+    ),
+]

@@ -8,11 +8,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from tests.releases.syntax import Definition, Function, Module, Tree
 from tests.releases.wheel import ROOT
 from vllm.inflight import patch, upstream
-from vllm.inflight.patch.records.record import Patch
 from vllm.inflight.releases import ADAPTERS, PLACES, differing, holds, number_of
 
 OURS = "vllm.inflight"
@@ -109,7 +109,7 @@ class Release:
     def _of_other_patches(self) -> Iterator[tuple[str, range]]:
         makers: dict[bool, set[tuple[str, str]]] = {True: set(), False: set()}
         for record in patch.records():
-            made = record.around
+            made: Any = getattr(record.around, "func", record.around)  # of a partial
             makers[is_meant(record, self)].add((made.__module__, made.__qualname__))
         for module, path in makers[False] - makers[True]:
             made = self.tree.find(f"{module}:{path}") if "<" not in path else None
@@ -117,8 +117,8 @@ class Release:
                 yield module, _lines(made.node)
 
 
-def is_meant(record: Patch, release: Release) -> bool:
-    """Whether a record is for a release."""
+def is_meant(record: Any, release: Release) -> bool:
+    """Whether a record with `since` and `before` is for a release."""
     return holds(record.since, record.before, release.name)
 
 

@@ -225,9 +225,9 @@ class Tree:
         if isinstance(node, ast.alias):
             module, other = there.imports[name]
             if not other:
-                return Definition(
-                    module, "", "module" if self.module(module) else OUTSIDE
-                )
+                return self._as_module(module)
+            if (module, other) == (there.name, name):  # from . import name
+                return self._of_package(there, name, seen)
             return self.look_up(module, other, seen)
         if node is None:
             return self._of_package(there, name, seen)
@@ -239,8 +239,14 @@ class Tree:
                 return alias
         return Definition(module, name, _kind(node), node)
 
+    def _as_module(self, name: str) -> Definition:
+        return Definition(name, "", "module" if self.module(name) else OUTSIDE)
+
     def _of_no_module(self, module: str, name: str) -> Definition | None:
-        """A name of a library that is not in the folders, or of a module that is gone."""
+        """A name of a library that is not in the folders; None for a module of them."""
+        if self.module(f"{module}.{name}") is not None:
+            # The package has no `__init__.py`.
+            return self._as_module(f"{module}.{name}")
         first = module.partition(".")[0]
         ours = any((folder / first).exists() for folder in self.folders)
         return None if ours else Definition(module, name, OUTSIDE)
@@ -273,7 +279,7 @@ class Tree:
             there, name = module.inner_imports[node.id]
             if name:
                 return self.look_up(there, name, seen)
-            return Definition(there, "", "module" if self.module(there) else OUTSIDE)
+            return self._as_module(there)
         if not isinstance(node, ast.Attribute):
             return None
         owner = self.meant(module, node.value, seen)
