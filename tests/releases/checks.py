@@ -15,7 +15,7 @@ from inspect import Parameter, Signature
 from typing import Any
 
 from tests.releases.records import REACHING, Field, RestsOn
-from tests.releases.release import OURS, UPSTREAM, Release, is_meant
+from tests.releases.release import OURS, UPSTREAM, Release, is_meant, line_of
 from tests.releases.syntax import OUTSIDE, VALUE, Definition, Function, Module, assigned
 from vllm.inflight.attached import ATTRIBUTE
 from vllm.inflight.patch.records.record import Attribute, Override, Patch, Private
@@ -30,6 +30,9 @@ BREAKS = "breaks"
 
 OF_EVERY_CLASS = {"__init__", "__post_init__", "__repr__", "__eq__", "__hash__"}
 """A class has these without its base class."""
+
+READ_ALIKE = {"property", "cached_property"}
+"""Either may override the other."""
 
 
 @dataclass(frozen=True, order=True)
@@ -314,15 +317,17 @@ def _compared(
     lost -= {base.path for base in release.tree.bases(kind)}
     for path in sorted(lost):
         yield Finding(check, kind.target, BREAKS, f"its base class {path} is gone")
+    is_adapter = reference.is_left_out(then.module, line_of(then))
     for name, own in release.tree.own_members(kind).items():
         mine = reference.tree.own_members(then).get(name, own)
         problem = _problem(own, now.get(name))
-        if name in OF_EVERY_CLASS and name not in now:
+        if name not in now and (name in OF_EVERY_CLASS or is_adapter):
             problem = None
-        if problem is not None and problem == _problem(mine, before.get(name)):
-            problem = None  # it is so in the reference release, too
-        if problem is None and name in now and name not in before:
-            problem = "is new in upstream, and ours hides it"
+        if not is_adapter:
+            if problem == _problem(mine, before.get(name)):
+                problem = None  # it is so in the reference release, too
+            if problem is None and name in now and name not in before:
+                problem = "is new in upstream, and ours hides it"
         if name in now or name in before:
             yield _found(check, f"{kind.target}.{name}", problem)
     if is_leaf:
@@ -347,7 +352,7 @@ def _problem(own: Definition, theirs: Definition | None) -> str | None:
     """What keeps a member of ours from overriding one of upstream."""
     if theirs is None:
         return "overrides nothing: upstream has no such name any more"
-    if own.kind != theirs.kind:
+    if own.kind != theirs.kind and not {own.kind, theirs.kind} <= READ_ALIKE:
         return f"is a {own.kind}; in upstream it is a {theirs.kind}"
     if own.signature is None or theirs.signature is None:
         return None

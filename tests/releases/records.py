@@ -205,12 +205,6 @@ SETTLED = [
         before="0.31.0",
     ),
     Settled(
-        check="words",
-        subject="dp_sync_interval",
-        how="the patch for these releases knows upstream's constant",
-        before="0.30.0",
-    ),
-    Settled(
         check="ways around",
         subject="vllm.v1.worker.gpu_worker:Worker._get_sleep_mode_backend",
         how="it returns the backend that we set",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,7 @@ class Release:
     def classes(self) -> Iterator[Definition]:
         """The classes of this package that this release uses."""
         for kind in self.tree.classes(OURS):
-            line = getattr(kind.node, "lineno", 0)
-            if not self.is_left_out(kind.module, line):
+            if not self.is_left_out(kind.module, line_of(kind)):
                 yield kind
 
     def is_left_out(self, module: str, line: int) -> bool:
@@ -109,12 +109,30 @@ class Release:
     def _of_other_patches(self) -> Iterator[tuple[str, range]]:
         makers: dict[bool, set[tuple[str, str]]] = {True: set(), False: set()}
         for record in patch.records():
-            made: Any = getattr(record.around, "func", record.around)  # of a partial
-            makers[is_meant(record, self)].add((made.__module__, made.__qualname__))
+            for each in functions_of(record.around):
+                name = each.__module__, each.__qualname__
+                makers[is_meant(record, self)].add(name)
         for module, path in makers[False] - makers[True]:
             made = self.tree.find(f"{module}:{path}") if "<" not in path else None
             if made is not None and made.node is not None:
                 yield module, _lines(made.node)
+
+
+def functions_of(around: Any) -> Iterator[Any]:
+    """The function of a record, and the functions that are its arguments."""
+    given = around.keywords if isinstance(around, partial) else {}
+    function = around.func if isinstance(around, partial) else around
+    yield function
+    for name, parameter in inspect.signature(function).parameters.items():
+        argument = given.get(name, parameter.default)
+        if inspect.isfunction(argument):
+            yield argument
+
+
+def line_of(kind: Definition) -> int:
+    """The first line of a class."""
+    line: int = getattr(kind.node, "lineno", 0)
+    return line
 
 
 def is_meant(record: Any, release: Release) -> bool:

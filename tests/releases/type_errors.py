@@ -59,15 +59,12 @@ def new_errors(
 ) -> Iterator[Finding]:
     """Errors of types that the reference release does not have.
 
-    Names that `records` add to classes of upstream are no errors.
+    It is no error that a class lacks an attribute that `records` add, or that one of
+    the patched classes has, which are derived of it.
     """
-    added = {
-        each.target.partition(":")[2]
-        for each in records
-        if each.expects is None and is_meant(each, release)
-    }
-    known = Counter(_told(reference))
-    now = Counter(each for each in _told(release) if _missing_in(each) not in added)
+    records = list(records)
+    known = Counter(_without(_told(reference), _had(reference, records)))
+    now = Counter(_without(_told(release), _had(release, records)))
     for subject, number in sorted((now - known).items()):
         told = f"({number} more than in vLLM {reference.name})"
         yield Finding("types", subject, BREAKS, told)
@@ -75,10 +72,26 @@ def new_errors(
         yield Finding("types", subject, FITS)
 
 
-def _missing_in(error: str) -> str | None:
-    """`Class.name`, if the error is that a class lacks an attribute."""
-    found = MISSING.search(error)
-    return found and f"{found['kind']}.{found['name']}"
+def _had(release: Release, records: list[Patch]) -> set[str]:
+    """`Class.name` of the attributes that our code may use on objects of a class."""
+    meant = [each for each in records if is_meant(each, release)]
+    had = {each.target.partition(":")[2] for each in meant if each.expects is None}
+    for owner in {each.target.rpartition(".")[0] for each in meant}:
+        kind = release.tree.find(owner) if ":" in owner else None
+        if kind is None or kind.kind != "class":
+            continue
+        names = release.tree.members(kind)
+        for base in release.tree.line(kind)[1:]:
+            had.update(f"{base.name}.{name}" for name in names)
+    return had
+
+
+def _without(errors: list[str], had: set[str]) -> Iterator[str]:
+    """The errors, but those about attributes that objects have."""
+    for error in errors:
+        found = MISSING.search(error)
+        if found is None or f"{found['kind']}.{found['name']}" not in had:
+            yield error
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from textwrap import dedent
@@ -13,7 +14,7 @@ import pytest
 from tests.releases import checks, type_errors
 from tests.releases.checks import ABSENT, BREAKS, DIFFERS, FITS, Finding, misfit
 from tests.releases.records import Field, RestsOn
-from tests.releases.release import Release
+from tests.releases.release import Release, functions_of
 from tests.unit.releases.packages import release
 from vllm.inflight.patch.records.record import Attribute, Override, Patch, Private
 from vllm.inflight.releases import ADAPTERS, PLACES, SIGNATURES
@@ -429,3 +430,45 @@ def test_a_call_whose_argument_is_gone_is_found_by_types(
     assert len(told) == 1
     assert 'source.py: Unexpected keyword argument "fast"' in told[0]
     assert broken(type_errors.new_errors(reference, reference, [])) == []
+
+
+def test_a_helper_of_a_patch_is_one_of_its_functions():
+    def helper() -> None: ...
+
+    def other() -> None: ...
+
+    def around(original: Any, helper: Any = helper) -> Any: ...
+
+    assert list(functions_of(around)) == [around, helper]
+    assert list(functions_of(partial(around, helper=other))) == [around, other]
+
+
+@pytest.mark.seconds
+def test_an_attribute_of_a_derived_class_that_we_patch_is_no_error_of_types(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(type_errors, "ROOM", tmp_path / "types")
+    theirs = {
+        "vllm.engine": """
+            class Core: ...
+
+            class Process(Core):
+                def __init__(self) -> None:
+                    self.queue = 1
+        """
+    }
+    ours = {
+        "vllm.inflight.upstream": "",
+        "vllm.inflight.use": """
+            from vllm.engine import Core
+
+            def both(core: Core) -> object:
+                return core.queue, core.gone
+        """,
+    }
+    one = release(tmp_path, "0.33.0", theirs, ours)
+    process = patch("Process.run", expects=None)
+    told = type_errors._told(one)
+    assert len(told) == 2
+    (only,) = type_errors._without(told, type_errors._had(one, [process]))
+    assert '"gone"' in only
