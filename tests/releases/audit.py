@@ -100,13 +100,13 @@ def table(found: Iterable[Finding]) -> str:
 def audit(release: Release, reference: Release, verbose: bool = False) -> bool:
     """Print what is found of a release; returns whether the package fits."""
     found = list(settle(findings(release, reference), release.name))
-    libraries = [
-        line
+    libraries = dict.fromkeys(
+        line.partition(";")[0].strip()
         for line in wheel.requirements(release.folder)
         if line.startswith(("torch=", "transformers", "fastapi", "pydantic"))
-    ]
+    )
     print(f"\nvLLM {release.name}, compared with {reference.name}")
-    print("requires " + ", ".join(libraries) if libraries else "")
+    print(f"requires {', '.join(libraries) or 'nothing that is known'}\n")
     print(table(found))
     shown = (DIFFERS, ABSENT, SETTLED, BREAKS) if verbose else (BREAKS,)
     for state in shown:
