@@ -42,6 +42,28 @@ settings.register_profile(
 settings.load_profile("patient")
 
 
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Leave out the tests of what the installed release of vLLM does not have."""
+    from vllm.inflight.releases import holds
+
+    def is_meant(item: pytest.Item) -> bool:
+        since, before = (
+            item.get_closest_marker("since"),
+            item.get_closest_marker("before"),
+        )
+        return holds(
+            None if since is None else since.args[0],
+            None if before is None else before.args[0],
+        )
+
+    others = [item for item in items if not is_meant(item)]
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if is_meant(item)]
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Have the engines of this process share what each would do anew."""
     if any(item.get_closest_marker("engine") for item in session.items):

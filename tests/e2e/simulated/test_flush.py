@@ -82,7 +82,7 @@ def session(core: EngineCore) -> Streams:
     made.resumable = True
     core.add_request(*core.preprocess_add_request(made))
     streams = Streams(core).step(12)
-    assert core.scheduler.kv_holding_waiting
+    assert core.scheduler.vllm_inflight.waiting.holding_kv()
     return streams
 
 

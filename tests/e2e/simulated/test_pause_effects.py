@@ -153,7 +153,8 @@ def test_no_request_overtakes_requests_retracted_with_steps_in_flight(
     publish_weights(core, 1, "one", mode="retract")
     for _ in range(8):
         scheduler = core.scheduler
-        queue = [each.request_id for each in (*scheduler.running, *scheduler.waiting)]
+        waiting = scheduler.vllm_inflight.waiting.all()
+        queue = [each.request_id for each in (*scheduler.running, *waiting)]
         assert queue == ["r0", "r1", "r2", "late"]
         streams.step()
     assert_told_truly(core, streams.run(), LABELS.get)

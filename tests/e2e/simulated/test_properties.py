@@ -265,8 +265,9 @@ class Life(RuleBasedStateMachine):
 
     def one_step(self) -> None:
         for group in self.core.round():
+            stamp = getattr(group, "weight_version", None)  # from 0.32 on
             done = self.front.process_outputs(
-                group.outputs, weight_version=group.weight_version
+                group.outputs, **({} if stamp is None else {"weight_version": stamp})
             )
             assert done.reqs_to_abort == []
             for output in done.request_outputs:

@@ -9,7 +9,7 @@ from vllm import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 
-from vllm.inflight.engine.scheduling.version_stamp import Stamp
+from tests.support.engines.stamps import Stamps
 
 
 def call(core: EngineCore, method: str, **body: Any) -> Any:
@@ -65,12 +65,13 @@ class Streams:
         self.tokens: dict[str, list[int]] = {}
         self.stamps: dict[str, list[str]] = {}
         self.finished: dict[str, str] = {}
+        self._read = Stamps()
 
     def step(self, times: int = 1) -> "Streams":
         for _ in range(times):
             for group in self._groups():
                 for output in group.outputs:
-                    label = Stamp.decode(group.weight_version or "").label
+                    label = self._read.label(group, output)
                     new = list(output.new_token_ids)
                     self.tokens.setdefault(output.request_id, []).extend(new)
                     self.stamps.setdefault(output.request_id, []).extend(

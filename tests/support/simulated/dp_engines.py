@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,12 @@ from vllm.v1.engine.core import (
 )
 
 from tests.support.engines.bare_core import add, call, prompt
+from tests.support.engines.stamps import Stamps
 from tests.support.ports import free_port
 from tests.support.simulated.core import simulated_core
 from tests.support.simulated.worker import SimulatedExecutor
 from tests.support.waiting import until
 from vllm.inflight.calls import Call, call_to_dict
-from vllm.inflight.engine.scheduling.version_stamp import Stamp
 
 HOST = "127.0.0.1"
 NUM_ENGINES = 2
@@ -121,6 +122,7 @@ class Together:
             simulated_core(model, Noting, kind=kind) for kind in kinds
         ]
         self.stamps: dict[str, list[str]] = {}
+        self._read = Stamps()
         self.ends: dict[str, str] = {}
         """Why requests have ended."""
         self._num_updates = 0
@@ -230,8 +232,8 @@ class Together:
         """Note what an engine has put out, in `stamps` and `ends`."""
         while not core.output_queue.empty():
             _, group = core.output_queue.get()
-            label = Stamp.decode(group.weight_version or "").label
             for output in group.outputs:
+                label = self._read.label(group, output)
                 told = self.stamps.setdefault(output.request_id, [])
                 told += [label] * len(output.new_token_ids)
                 if output.finish_reason is not None:
@@ -250,10 +252,13 @@ class Together:
 def _groups() -> Iterator[Any]:
     port = free_port()
     made: list[Any] = [None] * NUM_ENGINES
+    takes = signature(stateless_init_torch_distributed_process_group).parameters
+    # Before 0.32, a group has torch's deadline.
+    deadline = {"timeout": timedelta(seconds=30)} if "timeout" in takes else {}
 
     def join(rank: int) -> None:
         made[rank] = stateless_init_torch_distributed_process_group(
-            *(HOST, port, rank, NUM_ENGINES, "gloo"), timeout=timedelta(seconds=30)
+            *(HOST, port, rank, NUM_ENGINES, "gloo"), **deadline
         )
 
     threads = [

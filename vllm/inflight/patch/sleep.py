@@ -33,6 +33,14 @@ def _wake(original: Callable[..., Any]) -> Callable[..., Any]:
     return wake_up
 
 
+def _wake_and_tell(original: Callable[..., Any]) -> Callable[..., Any]:
+    def is_awake(self: Any, tags: list[str] | None) -> bool:
+        original(self, tags)
+        return not self.model_executor.is_sleeping
+
+    return _wake(is_awake)
+
+
 def _with_kept_requests(original: Callable[..., Any]) -> Callable[..., Any]:
     def release_kv_cache_memory(self: upstream.EngineCore) -> Any:
         return controller_of(self).sleep.release_kv_cache(lambda: original(self))
@@ -147,6 +155,16 @@ PATCHES = [
         why="waking up ends no pause call's pause, and decoding waits for weights",
         remove_when="upstream coordinates its updates and its sleep",
         around=_wake,
+        since="0.31.0",
+    ),
+    Patch(
+        target=f"{_CORE}.wake_up",
+        expects=("self", "tags"),
+        why="waking up ends no pause call's pause, and decoding waits for weights; "
+        "before 0.31, upstream does not tell whether the engine is awake",
+        remove_when="0.31 is the oldest supported release",
+        around=_wake_and_tell,
+        before="0.31.0",
     ),
     Patch(
         target=f"{_CORE}.release_kv_cache_memory",
