@@ -45,10 +45,11 @@ settings.load_profile("patient")
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Have the engines of this process share what each would do anew."""
     if any(item.get_closest_marker("engine") for item in session.items):
-        from tests.support.preloaded_process import OF_ENGINES
+        from tests.support.preloaded_process import OF_ENGINES, preload_spawned
 
         for name in OF_ENGINES:  # most engines would import them later
             import_module(name)
+        preload_spawned()
     freeze_imports()
     override_kernels_once()
 
