@@ -10,7 +10,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import tests.support.calm.sitecustomize  # noqa: F401 (in this process; its children by path)
-from tests.support.calm.engine_starts import freeze_imports, override_kernels_once
+from tests.support.calm.engine_starts import (
+    freeze_imports,
+    inspect_models_here,
+    override_kernels_once,
+)
 from tests.support.shared_memory import sweep
 
 BEGAN = time.time()
@@ -52,6 +56,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         preload_spawned()
     freeze_imports()
     override_kernels_once()
+    inspect_models_here()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
