@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-import tests.support.calm.sitecustomize  # noqa: F401 (in this process; its children by path)
+import tests.support.calm.sitecustomize
+import tests.support.calm.uncompiled  # noqa: F401
 from tests.support.calm.engine_starts import (
     freeze_imports,
     inspect_models_here,

@@ -49,7 +49,9 @@ FOLDERS = os.environ.get("PYTHONPATH", "")
 
 nursery = multiprocessing.get_context("forkserver")
 nursery.set_forkserver_preload(
-    [*OF_ENGINES, "tests.support.calm.frozen"] if IS_ON_CPU else OF_TRAINERS
+    ["tests.support.calm.uncompiled", *OF_ENGINES, "tests.support.calm.frozen"]
+    if IS_ON_CPU
+    else OF_TRAINERS
 )
 
 
