@@ -93,6 +93,8 @@ def mirror_processed(
                         bias
                     )  # a bias stays in place during a load
                     shadow_param.__dict__.update(vars(bias))
+            # Before 0.32, a scale of a KV cache is a buffer until it is processed.
+            b._buffers.pop(key, None)
             b.register_parameter(key, shadow_param)
 
 
