@@ -16,18 +16,21 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
-from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+from vllm.distributed.weight_transfer.base import ParamMeta
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 from vllm.plugins import load_general_plugins
 
 from benchmarks.shapes import num_ranks
+from vllm.inflight.releases import adapter
 
 SPREAD = 0.02
 GPU = "BENCH_TRAINER_GPU"
 """In the environment: the trainer's, if it is not the one after the engine's."""
 
+_Source: Any = adapter("weight source")
 
-class Weights(WeightSource):
+
+class Weights(_Source):
     """Every parameter of a model in bf16, drawn once."""
 
     def __init__(self, folder: str, device: torch.device) -> None:
@@ -46,11 +49,11 @@ class Weights(WeightSource):
             "lm_head.weight" if "lm_head.weight" in names else names[0]
         ].neg_()
 
-    def metadata(self) -> list[ParamMeta]:
+    def read_facts(self) -> list[ParamMeta]:
         """Name, dtype and shape of every tensor."""
         return [ParamMeta(n, t.dtype, t.shape) for n, t in self._tensors.items()]
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def read_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self._tensors.items())
 
 

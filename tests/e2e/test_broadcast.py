@@ -64,7 +64,7 @@ def test_a_slow_trainer_shows_in_the_seconds_of_the_wire(
                 time.sleep(1)
             yield pair
 
-    monkeypatch.setattr(CheckpointSource, "__iter__", slowly)
+    monkeypatch.setattr(CheckpointSource, "read_tensors", slowly)
     trainer.send_weights()
     seconds = llm.weight_update_status()["outcomes"][0]["seconds"]
     assert 0.5 < seconds["wire"] < seconds["staging"]
@@ -110,7 +110,7 @@ def test_a_trainer_that_stops_sending_lets_serving_go_on(
         def __init__(self) -> None:
             self.tensors = source.tensors
 
-        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        def read_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
             yield from list(self.tensors.items())[:6]
             raise Stopped
 

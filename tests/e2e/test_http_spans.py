@@ -36,6 +36,16 @@ REQUESTS: dict[str, tuple[str, dict[str, Any], int]] = {
         COMPLETION | {"n": 2, "prompt": [PROMPT, PROMPT[5:]]},
         4,
     ),
+    "completion, asked for": (
+        "/v1/completions",
+        COMPLETION | {"return_weight_versions": True},
+        1,
+    ),
+    "chat, asked for": (
+        "/v1/chat/completions",
+        CHAT | {"return_weight_versions": True},
+        1,
+    ),
     "completion, echo": ("/v1/completions", COMPLETION | {"echo": True}, 1),
     "chat": ("/v1/chat/completions", CHAT, 1),
     "chat, n=2": ("/v1/chat/completions", CHAT | {"n": 2}, 2),
@@ -61,7 +71,7 @@ def folders(checkpoint: Callable[..., Path]) -> list[Path]:
 @pytest.fixture(scope="module")
 def server(folders: list[Path]) -> Iterator[Server]:
     with Server(folders[0]) as running:
-        # Fourteen choices, beside other tests, and two versions in the middle of them.
+        # Sixteen choices, beside other tests, and two versions in the middle of them.
         running.client.timeout = 180
         yield running
 
@@ -141,9 +151,16 @@ def streams(server: Server, folders: list[Path]) -> tuple[Any, list[Version]]:
         # Not `iter_lines`: to httpx, some characters of the text end a line too.
         *events, done, rest = reply.content.split(b"\n\n")
         assert (done, rest) == (b"data: [DONE]", b"")
-        return [json.loads(event.removeprefix(b"data: ")) for event in events]
+        lines = [event.removeprefix(b"data: ") for event in events]
+        return [json.loads(line, object_pairs_hook=once) for line in lines]
 
     return all_at_once(server, folders, REQUESTS, send)
+
+
+def once(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, which has no field twice."""
+    assert len(dict(fields)) == len(fields), fields
+    return dict(fields)
 
 
 def versions_of(choice: dict[str, Any]) -> list[Version]:

@@ -118,7 +118,8 @@ def test_a_response_has_the_spans_of_its_last_turn(server: Server) -> None:
     whole = {"version": LABEL, "epoch": 1, "start": 0, "end": 8}
     assert spans == [whole]
     *_, last = events(server, "/v1/responses", body)
-    assert last["type"] == "response.completed"
+    # From 0.33 on, vLLM calls a response that reached its limit incomplete.
+    assert last["type"] in ("response.completed", "response.incomplete")
     assert last["response"]["weight_versions"] == [whole]
 
 

@@ -27,8 +27,8 @@ def hit_tokens(core: EngineCore, name: str, tokens: list[int]) -> int:
     manager = core.scheduler.kv_cache_manager
     look_up = manager.get_computed_blocks
 
-    def counting(request: Any) -> Any:
-        found = look_up(request)
+    def counting(request: Any, *caps: Any) -> Any:
+        found = look_up(request, *caps)
         if request.request_id == name:
             request_hits.append(found[1])
         return found

@@ -138,7 +138,7 @@ def test_a_trainer_that_gave_up_half_way_sends_the_next_one(
         def __init__(self) -> None:
             self.tensors = source.tensors
 
-        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        def read_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
             yield from list(self.tensors.items())[:6]
             raise Stopped
 

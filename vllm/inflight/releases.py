@@ -201,6 +201,7 @@ None where the release lacks the method and we add it."""
 _STAND_INS = "vllm.inflight.stand_ins"
 
 PLACES: dict[str, dict[str, str]] = {
+    "get_watch_dog": {"0.33.0": "vllm.utils.watch_dog:get_watch_dog"},
     "FusedMMInputNorm": {
         "0.29.0": f"{_STAND_INS}:NoSuchClass",
         "0.31.0": AS_IN_REFERENCE,
@@ -214,6 +215,7 @@ PLACES: dict[str, dict[str, str]] = {
 package is a stand-in for a name that the release lacks."""
 
 _SCHEDULING = "vllm.inflight.engine.scheduling"
+_TRANSPORT = "vllm.inflight.transport"
 
 ADAPTERS: dict[str, dict[str, str]] = {
     "waiting requests": {
@@ -228,6 +230,10 @@ ADAPTERS: dict[str, dict[str, str]] = {
     "stamps": {
         "0.29.0": f"{_SCHEDULING}.stamp_reports:RequestStamps",
         "0.32.0": f"{_SCHEDULING}.stamp_reports:StepStamps",
+    },
+    "weight source": {
+        "0.29.0": f"{_TRANSPORT}.iterated_source:IteratedSource",
+        "0.33.0": f"{_TRANSPORT}.owned_source:OwnedSource",
     },
 }
 """What differs → `module:Class` of ours, by release. The classes of one entry have the

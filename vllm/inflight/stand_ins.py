@@ -43,3 +43,15 @@ class RequestError:
 def unchanged_environment() -> Iterator[None]:
     """A context that does nothing: before 0.32, upstream sets no variables of NCCL."""
     yield
+
+
+class NoWatchDog:
+    """In place of the watchdog, which upstream has from 0.33 on."""
+
+    def feed(self) -> None:
+        """Do nothing."""
+
+
+def get_watch_dog() -> NoWatchDog:
+    """The watchdog of a process in which nothing watches."""
+    return NoWatchDog()

@@ -191,6 +191,7 @@ NAMES = {
     "WeightVersionSpan": "vllm.outputs:WeightVersionSpan",
     "RequestError": "vllm.outputs:RequestError",
     "EMPTY_CPU_TENSOR": "vllm.v1.engine.output_processor:EMPTY_CPU_TENSOR",
+    "get_watch_dog": "vllm.inflight.stand_ins:get_watch_dog",
     "envs": "vllm:envs",
     # front end
     "get_prometheus_registry": "vllm.v1.metrics.prometheus:get_prometheus_registry",
@@ -198,6 +199,9 @@ NAMES = {
     "health": "vllm.entrypoints.serve.instrumentator.health:health",
     "attach_offline_docs": (
         "vllm.entrypoints.serve.instrumentator.offline_docs:attach_router"
+    ),
+    "CompletionResponseChoice": (
+        "vllm.entrypoints.openai.completion.protocol:CompletionResponseChoice"
     ),
     "show_version": "vllm.entrypoints.serve.instrumentator.basic:show_version",
 }

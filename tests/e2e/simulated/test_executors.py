@@ -10,7 +10,6 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
-from vllm.v1.executor.ray_executor import RayDistributedExecutor
 from vllm.v1.executor.uniproc_executor import (
     ExecutorWithExternalLauncher,
     UniProcExecutor,
@@ -29,6 +28,7 @@ from tests.support.simulated.load import LABELS, code, started
 from tests.support.simulated.worker import SimulatedExecutor
 from vllm.inflight.engine.executors import kind_of
 from vllm.inflight.errors import ConfigError
+from vllm.inflight.upstream import RayDistributedExecutor
 
 pytestmark = pytest.mark.engine
 
@@ -141,7 +141,8 @@ ONE, TWO = 1, 2
 def test_a_derived_executor_is_treated_as_its_base_class(
     base: Any, num_ranks: int, runner: str, is_ordered: bool, refusal: str | None
 ) -> None:
-    derived: Any = type("Mine", (base,), {})
+    is_rays = {"uses_ray": True} if base is RayDistributedExecutor else {}
+    derived: Any = type("Mine", (base,), is_rays)
     derived.__abstractmethods__ = frozenset()
     executor = object.__new__(derived)
     executor.parallel_config = SimpleNamespace(world_size=num_ranks)

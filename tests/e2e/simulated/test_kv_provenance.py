@@ -287,7 +287,7 @@ def test_a_request_that_fails_before_its_first_step_has_read_nothing(
     for index in range(6):
         add(core, f"r{index}", prompt(index))
     add(core, "fails", prompt(9))  # has to wait: six run at a time
-    core.scheduler.grammar_compile_error_reqs.add("fails")
+    core.scheduler.grammar_compile_error_reqs.update({"fails": None})
     streams = Streams(core).step(2)
     assert streams.finished == {"fails": "error"}
     assert len(streams.run().finished) == 7

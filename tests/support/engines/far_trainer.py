@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+from vllm.distributed.weight_transfer.base import ParamMeta
 
 from benchmarks.gpu.trainer import Client
 from tests.support.engines.probe import greedy
@@ -21,11 +21,14 @@ from tests.support.models.sliced_source import Entry, SlicedSource
 from tests.support.ports import free_port
 from tests.support.preloaded_process import nursery
 from tests.support.transports.peers import HOST
+from vllm.inflight.releases import adapter
 from vllm.inflight.transport.collective.trainer_engine import ShardMeta
 from vllm.inflight.transport.waiting import in_background
 
+_Source: Any = adapter("weight source")
 
-class Weights(WeightSource):
+
+class Weights(_Source):
     """Those of a checkpoint, whole or cut; after half of them it may fall silent."""
 
     def __init__(self, device: torch.device, silent: Any, num_slices: int) -> None:
@@ -48,7 +51,7 @@ class Weights(WeightSource):
             (n, t.to(self._device), None) for n, t in load_file(file).items()
         ]
 
-    def metadata(self) -> list[ParamMeta]:
+    def read_facts(self) -> list[ParamMeta]:
         return [
             ParamMeta(name, tensor.dtype, tensor.shape)
             if shard is None
@@ -56,7 +59,7 @@ class Weights(WeightSource):
             for name, tensor, shard in self._entries
         ]
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def read_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for index, (name, tensor, _) in enumerate(self._entries):
             if self.is_to_fall_silent and index == len(self._entries) // 2:
                 if self._device.type == "cuda":

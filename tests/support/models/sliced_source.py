@@ -3,11 +3,13 @@
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+from vllm.distributed.weight_transfer.base import ParamMeta
 
 from tests.support.models.checkpoint_source import CheckpointSource
+from vllm.inflight.releases import adapter
 from vllm.inflight.transport.buckets.tensor_slices import Shard
 from vllm.inflight.transport.collective.trainer_engine import ShardMeta
 
@@ -32,7 +34,10 @@ def slices(
     ]
 
 
-class SlicedSource(WeightSource):
+_Source: Any = adapter("weight source")
+
+
+class SlicedSource(_Source):
     """The tensors of a folder, cut for some ranks; `entries` may be changed.
 
     Args:
@@ -57,11 +62,11 @@ class SlicedSource(WeightSource):
             ends = [size * rank // num_ranks for rank in range(1, num_ranks)]
             self.entries += slices(name, whole, dim, ends, are_told)
 
-    def metadata(self) -> list[ParamMeta]:
+    def read_facts(self) -> list[ParamMeta]:
         return [
             ShardMeta(name, tensor.dtype, tensor.shape, shard)
             for name, tensor, shard in self.entries
         ]
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def read_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((name, tensor) for name, tensor, _ in self.entries)

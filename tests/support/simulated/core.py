@@ -23,6 +23,7 @@ class Loop(EngineCoreProc):
         self.engines_running = False
         self.shutdown_state = EngineShutdownState.RUNNING
         self.process_input_queue_block = False
+        self.reject_new_requests = False
         EngineCore.__init__(self, *args, **kwargs)
 
     def round(self) -> list[Any]:

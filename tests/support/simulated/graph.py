@@ -9,9 +9,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.executor.ray_executor import RayDistributedExecutor
 
 from tests.support.simulated.worker import SimulatedExecutor, done
+from vllm.inflight.upstream import RayDistributedExecutor
 
 
 class Step(Future[Any]):
@@ -72,6 +72,8 @@ class Queued(Late):
 
 class Graph(Late, RayDistributedExecutor):
     """Steps wait in the graph, and calls are made at once."""
+
+    uses_ray = True
 
     def _init_executor(self) -> None:
         super()._init_executor()

@@ -20,6 +20,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionStreamResponse,
 )
 from vllm.entrypoints.openai.completion.protocol import (
+    CompletionRequest,
     CompletionResponseStreamChoice,
     CompletionStreamResponse,
 )
@@ -27,8 +28,14 @@ from vllm.entrypoints.serve.engine.protocol import UsageInfo
 from vllm.outputs import WeightVersionSpan
 
 from vllm.inflight.engine.scheduling.version_stamp import Stamp
-from vllm.inflight.outputs.openai import ReplySpans, labelled, watched
-from vllm.inflight.outputs.spans import AdapterSpan, VersionSpan, as_dicts, decoded
+from vllm.inflight.outputs.openai import ReplySpans, labelled, taken_over, watched
+from vllm.inflight.outputs.spans import (
+    AdapterSpan,
+    VersionSpan,
+    as_dicts,
+    as_object,
+    decoded,
+)
 
 OLD = {"version": "old", "epoch": 1, "start": 0, "end": 3}
 NEW = {"version": "new", "epoch": 2, "start": 3, "end": 5}
@@ -142,6 +149,45 @@ def test_a_line_carries_the_spans_noted_last():
     assert spans_of(noted.write(completion("a"))) == [[OLD]]
     noted.note_all(SimpleNamespace(outputs=[output(OLD, NEW)]))
     assert spans_of(noted.write(completion("b"))) == [[OLD, NEW]]
+
+
+def test_a_line_has_no_field_twice_where_upstream_writes_an_empty_one():
+    text = completion('a ,"weight_versions":null b')
+    line = text.replace('"logprobs":null', '"logprobs":null,"weight_versions":null')
+    assert line != text
+    written = ledger(output(OLD)).write(line)
+    assert written.count('"weight_versions":') == 1
+    assert without_spans(written) == read(text)
+    assert spans_of(written) == [[OLD]]
+
+
+def test_an_empty_field_of_upstream_goes_where_nobody_wants_spans():
+    text = completion("a").replace('"logprobs":null', '"weight_versions":null')
+    silent = ReplySpans(kv_only=True, drops_empty=True)
+    assert "weight_versions" not in silent.write(text)
+    choices = [SimpleNamespace(index=0, weight_versions=None)]
+    silent.label(SimpleNamespace(choices=choices))
+    assert vars(choices[0]) == {"index": 0}
+    asked_of_upstream = SimpleNamespace(index=0, weight_versions=[OLD])
+    silent.label(SimpleNamespace(choices=[asked_of_upstream]))
+    assert asked_of_upstream.weight_versions == [OLD]
+    # Of `/inference/v1/generate`, the field is upstream's.
+    assert ReplySpans(kv_only=True).write(text) == text
+
+
+def test_upstream_is_not_asked_for_spans_that_we_write():
+    asked = CompletionRequest(prompt="a", return_weight_versions=True)
+    assert taken_over(asked).return_weight_versions is False
+    assert asked.return_weight_versions is True
+    plain = CompletionRequest(prompt="a")
+    assert taken_over(plain) is plain
+
+
+def test_a_span_is_written_with_all_its_fields_wherever_its_type_is_declared():
+    """The type of upstream has neither an epoch nor an adapter."""
+    spans = [VersionSpan("old", 0, 3, 1), AdapterSpan("new", 3, 5, 2, "task", 1)]
+    assert [as_object(span) for span in spans] == as_dicts(spans)
+    assert [as_object(dict(span)) for span in spans] == as_dicts(spans)
 
 
 def test_a_line_gets_the_spans_of_its_own_choice():

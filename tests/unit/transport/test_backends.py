@@ -22,6 +22,7 @@ from tests.support.transports.peers import (
 from vllm.inflight import upstream
 from vllm.inflight.errors import ConfigError, TransferFault
 from vllm.inflight.patch import BACKENDS
+from vllm.inflight.releases import adapter
 from vllm.inflight.trainer.sources import stream as sources
 from vllm.inflight.transport import base as transports
 from vllm.inflight.transport.base import StagedEngine
@@ -287,13 +288,15 @@ def test_an_engines_rejection_is_what_the_trainer_raises_and_the_next_update_wor
 def test_a_rejected_rank_gathers_to_the_end_with_the_others(client, module):
     sending = begin(client, module)
     num_gathered, source = 0, sending.source
+    reader = adapter("weight source")
 
-    class Counting:
-        metadata = source.metadata
+    class Counting(reader):
+        def read_facts(self):
+            return reader.facts_of(source)
 
-        def __iter__(self):
+        def read_tensors(self):
             nonlocal num_gathered
-            for pair in source:
+            for pair in reader.tensors_of(source):
                 num_gathered += 1
                 yield pair
 
@@ -302,7 +305,7 @@ def test_a_rejected_rank_gathers_to_the_end_with_the_others(client, module):
     with pytest.raises(LookupError, match="not now"):
         sending.send_weights()
     sending.shutdown()
-    assert num_gathered == len(source.metadata())
+    assert num_gathered == len(reader.facts_of(source))
 
 
 def test_an_engine_that_cannot_join_is_named_to_the_trainer(client, module):

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.distributed.weight_transfer.base import ParamMeta
 
 from tests.support.transports.host_memory import HostMemory
 from tests.support.transports.peers import digests, tensors
 from tests.unit.transport.test_ipc import receive, worker
 from vllm.inflight.errors import WrongPhase
+from vllm.inflight.releases import adapter
 from vllm.inflight.transport.cuda_ipc.receiver_engine import IpcEngine
 from vllm.inflight.transport.cuda_ipc.trainer_engine import (
     IpcTrainer,
@@ -21,7 +23,10 @@ from vllm.inflight.transport.cuda_ipc.trainer_engine import (
 Tensors = dict[str, torch.Tensor]
 
 
-class Source:
+_Source: Any = adapter("weight source")
+
+
+class Source(_Source):
     """A trainer's weights; gathering them may fail after some."""
 
     def __init__(self, named: Tensors, fails_after: int | None = None) -> None:
@@ -29,10 +34,10 @@ class Source:
         self.fails_after = fails_after
         self.num_gathered = 0
 
-    def metadata(self) -> Any:
-        raise AssertionError("the tensors say it all")
+    def read_facts(self) -> list[ParamMeta]:
+        return [ParamMeta(n, t.dtype, t.shape) for n, t in self.named.items()]
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def read_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for index, pair in enumerate(self.named.items()):
             if index == self.fails_after:
                 raise RuntimeError("gathering failed")

@@ -113,6 +113,15 @@ def test_a_drafter_that_drafts_in_parallel_is_rejected():
     assert "in parallel" in reason(torch.nn.Identity(), speculative_config=drafting)
 
 
+def test_a_drafter_with_a_quantised_copy_of_the_models_head_is_rejected():
+    """An update would write the head, and no call makes its copy again."""
+    drafting = SimpleNamespace(
+        method="eagle", draft_lm_head_quantization="fp8", draft_model_config=None
+    )
+    found = reason(torch.nn.Identity(), speculative_config=drafting)
+    assert "a quantised copy of the model's head (in fp8)" in str(found)
+
+
 class GptOssForCausalLM(torch.nn.Module):
     """The name of a model whose loader writes past its parameters'."""
 

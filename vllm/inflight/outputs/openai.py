@@ -19,6 +19,7 @@ import json
 import re
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
+from functools import cache
 from typing import Any, Protocol, TypeVar
 
 from vllm.inflight import upstream
@@ -28,6 +29,11 @@ from vllm.inflight.outputs.spans import as_dicts
 FIELD = "weight_versions"
 KV_FIELD = "kv_versions"
 DATA = "data: "
+ASKED = "return_weight_versions"
+"""The field of a request that asks for upstream's spans, from vLLM 0.33 on."""
+
+_EMPTY = f',"{FIELD}":null'
+"""Upstream's own field in a line of a stream, when nobody asks upstream for it."""
 
 # Inside a JSON string every quote has a backslash before it, so text of a model or a
 # client matches neither of these.
@@ -39,6 +45,7 @@ _compact = json.JSONEncoder(separators=(",", ":")).encode
 
 Item = TypeVar("Item")
 Response = TypeVar("Response")
+Asking = TypeVar("Asking", bound="Copied")
 
 
 class Serving(Protocol):
@@ -53,6 +60,13 @@ class Requested(Protocol):
     vllm_xargs: dict[str, Any] | None
 
 
+class Copied(Protocol):
+    """A request as Pydantic makes it."""
+
+    def model_copy(self, *, update: dict[str, Any]) -> Any:
+        """The same request with other values of some fields."""
+
+
 class Generating(Protocol):
     """A request of `/inference/v1/generate`."""
 
@@ -62,11 +76,14 @@ class Generating(Protocol):
 def wants_spans(serving: Serving, request: Requested) -> bool:
     """Whether a reply has `weight_versions`, which OpenAI's replies do not have.
 
-    `{"vllm_xargs": {"weight_versions": 0}}` leaves it out, 1 asks for it.
+    `{"vllm_xargs": {"weight_versions": 0}}` leaves it out, 1 asks for it, as does
+    `{"return_weight_versions": true}`.
     """
     asked = _asked(request).get(FIELD)
     if asked is not None:
         return bool(asked)
+    if getattr(request, ASKED, None) is True:
+        return True
     config = InflightConfig.of(serving.engine_client.vllm_config)
     return config.openai_spans == "on"
 
@@ -77,14 +94,30 @@ def ledger_for(
     """The record of the fields to add to a reply; None if there are none.
 
     KV provenance is added if the request asks for it, or if `--inflight-kv-versions` is
-    on and the request does not leave the spans out.
+    on and the request does not leave the spans out. Where nobody wants spans, the empty
+    field goes that upstream writes from 0.33 on.
     """
     if wants_spans(serving, request):
         return ReplySpans(role_first=role_first)
     asked = _asked(request)
     config = InflightConfig.of(serving.engine_client.vllm_config)
     by_default = config.kv_versions == "on" and FIELD not in asked
-    return ReplySpans(kv_only=True) if asked.get(KV_FIELD, by_default) else None
+    if asked.get(KV_FIELD, by_default) or declares_spans():
+        return ReplySpans(kv_only=True, drops_empty=True)
+    return None
+
+
+@cache
+def declares_spans() -> bool:
+    """Whether upstream's replies have a field for spans, which may be empty."""
+    return FIELD in upstream.CompletionResponseChoice.model_fields
+
+
+def taken_over(request: Asking) -> Asking:
+    """A request for whose reply we write the spans, so that upstream writes none."""
+    if getattr(request, ASKED, None) is True:
+        return request.model_copy(update={ASKED: False})
+    return request
 
 
 def _asked(request: Requested) -> dict[str, Any]:
@@ -106,11 +139,19 @@ class ReplySpans:
             as in a stream of chat.
         kv_only: whether upstream writes the spans itself, as in
             `/inference/v1/generate`, and only KV provenance has to be added.
+        drops_empty: with `kv_only`, whether upstream's field is dropped if it is empty.
 
     """
 
-    def __init__(self, *, role_first: bool = False, kv_only: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        role_first: bool = False,
+        kv_only: bool = False,
+        drops_empty: bool = False,
+    ) -> None:
         self._kv_only = kv_only
+        self._drops_empty = drops_empty or not kv_only
         self._spans: dict[int, Iterable[Any] | None] = {}
         self._read: dict[int, Iterable[Any]] = {}
         self._role_first = role_first
@@ -136,6 +177,8 @@ class ReplySpans:
         for choice in getattr(response, "choices", ()):
             if not self._kv_only:
                 choice.weight_versions = self.spans(choice.index)
+            elif self._drops_empty and vars(choice).get(FIELD, ...) is None:
+                delattr(choice, FIELD)
             if choice.index in self._read:
                 choice.kv_versions = as_dicts(self._read[choice.index])
         return response
@@ -145,6 +188,8 @@ class ReplySpans:
         match = _CHOICE.search(line)
         if match is None:  # usage, an error, [DONE]
             return line
+        if self._drops_empty:
+            line = line.replace(_EMPTY, "")
         if _SECOND_INDEX in line:  # choices or tool calls: only JSON can tell
             return self._decoded(line)
         index = int(match[1])

@@ -132,3 +132,8 @@ def as_dicts(spans: Iterable[VersionSpan] | None) -> list[dict[str, Any]] | None
         }
         for span in spans
     ]
+
+
+def as_object(span: VersionSpan | dict[str, Any]) -> dict[str, Any]:
+    """A span as Pydantic writes it: one of ours, or its JSON-ready object."""
+    return dict(span)

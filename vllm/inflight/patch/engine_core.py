@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.patch.controllers import controller_of, find_controller
 from vllm.inflight.patch.records.record import Patch
+from vllm.inflight.update import PauseMode
 
 
 def _controlled(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,8 +62,12 @@ def _drain_step_queue(original: Callable[..., Any]) -> Callable[..., Any]:
     def _handle_client_request(
         self: upstream.EngineCore, request_type: object, request: object
     ) -> None:
+        # A call takes as long as a flip does. So the watchdog times each one alone.
+        upstream.get_watch_dog().feed()
         controller_of(self).step_queue.drain()
+        upstream.get_watch_dog().feed()
         original(self, request_type, request)
+        upstream.get_watch_dog().feed()
 
     return _handle_client_request
 
@@ -102,6 +108,36 @@ def _count_pauses(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self)
 
     return _pause_complete
+
+
+def _with_owner(_: Callable[..., Any]) -> Callable[..., Any]:
+    def pause_generation(
+        self: upstream.EngineCore, mode: str = "abort", clear_cache: bool = True
+    ) -> Future[None] | None:
+        pauses = controller_of(self).pauses
+        # As `AsyncLLM.pause_generation` reads upstream's arguments.
+        named = "retract" if mode == "keep" and clear_cache else mode
+        answer = pauses.pause(PauseMode.parse(named), flush_cache=clear_cache)
+        # Upstream's rule for new requests, until the pause is over.
+        self.reject_new_requests = mode != "keep"
+        return _without_reply(answer) if isinstance(answer, Future) else None
+
+    return pause_generation
+
+
+def _without_reply(answer: Future[Any]) -> Future[None]:
+    """A Future that is done when `answer` is, or fails as it does."""
+    done: Future[None] = Future()
+
+    def tell(finished: Future[Any]) -> None:
+        error = finished.exception()
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+
+    answer.add_done_callback(tell)
+    return done
 
 
 def _rename(_: Callable[..., Any]) -> Callable[..., Any]:
@@ -235,6 +271,14 @@ PATCHES = [
         why="calls of other threads run between two steps",
         remove_when="upstream has a queue of calls for the loop's thread",
         around=_drain_step_queue,
+    ),
+    Patch(
+        target="vllm.v1.engine.core:EngineCoreProc.pause_generation",
+        expects=("self", "mode", "clear_cache"),
+        why="a pause that is asked of the engine core respects the owner of a pause",
+        remove_when="upstream's pauses have an owner and a lease",
+        around=_with_owner,
+        since="0.33.0",
     ),
     Patch(
         target="vllm.v1.engine.core:DPEngineCoreProc._has_global_unfinished_reqs",

@@ -83,6 +83,7 @@ def _completion_stream(original: Original) -> Any:
 
         if (ledger := openai.ledger_for(self, request)) is None:
             return lines(result_generator)
+        request = openai.taken_over(request)
         num_choices = 1 if request.n is None else request.n
 
         def note(item: Any) -> None:
@@ -110,6 +111,7 @@ def _chat_stream(original: Original) -> Any:
         ledger = openai.ledger_for(self, request, role_first=True)
         if ledger is None:
             return lines(result_generator)
+        request = openai.taken_over(request)
         return openai.labelled(result_generator, ledger.note_all, lines, ledger)
 
     return chat_completion_stream_generator

@@ -171,7 +171,8 @@ def _end(state: upstream.RequestState, output: upstream.EngineCoreOutput) -> Non
 
     if state.detokenizer is None:  # it embeds
         output.pooling_output = upstream.EMPTY_CPU_TENSOR
-    if state.streaming_input:
+    # From 0.33 on, upstream itself aborts a session that was rejected on arrival.
+    if state.streaming_input and not getattr(output, "error", None):
         # A session has lost its context, so later chunks must not begin a request.
         state.streaming_input, state.input_chunk_queue = False, None
         if state.queue is not None:
@@ -189,9 +190,9 @@ def _ended_is_an_error(original: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: object,
     ) -> Any:
 
-        if pooling_output is not None and not kwargs.get("error"):
-            if (error := _error_of(finish_reason, stop_reason)) is not None:
-                kwargs["error"] = error
+        if pooling_output is not None:
+            error = kwargs.get("error") or _error_of(finish_reason, stop_reason)
+            kwargs["error"] = error
         made = original(
             self,
             new_token_ids,
@@ -263,24 +264,40 @@ def _label_pooled(request: upstream.RequestState, made: Any) -> None:
 # ----------------------------------------------------------- /inference/v1/generate
 def _schema_with_epoch(_: None) -> Any:
     def __get_pydantic_core_schema__(source: Any, handler: Any) -> Any:
+        from pydantic_core.core_schema import plain_serializer_function_ser_schema
         from vllm.outputs import WeightVersionSpan
 
-        from vllm.inflight.outputs.spans import VersionSpan
+        from vllm.inflight.outputs.spans import VersionSpan, as_object
 
         # Our class inherits this hook, which must not call itself.
-        if source is WeightVersionSpan:
-            return handler.generate_schema(VersionSpan)
-        return handler(source)
+        if source is not WeightVersionSpan:
+            return handler(source)
+        # The spans of a request with an adapter have more fields than the type has.
+        written = plain_serializer_function_ser_schema(as_object)
+        return {**handler.generate_schema(VersionSpan), "serialization": written}
 
     return __get_pydantic_core_schema__
 
 
+def _with_field(declared: list[Any], field: str) -> list[Any]:
+    """The models among the names of a module that have a field of that name."""
+    return [each for each in declared if field in getattr(each, "model_fields", ())]
+
+
 def _models_built_again(original: Callable[..., Any]) -> Callable[..., Any]:
     def __init__(self: Any, *args: object, **kwargs: object) -> None:
+        from vllm.entrypoints.openai.chat_completion import protocol as chat
+        from vllm.entrypoints.openai.completion import protocol as completion
         from vllm.entrypoints.scale_out.token_in_token_out import protocol
+
+        from vllm.inflight.outputs.openai import FIELD
 
         # The models were built at import, before any plugin. A choice is rebuilt before
         # the response that contains it.
+        declared = [*vars(completion).values(), *vars(chat).values()]
+        choices = _with_field(declared, FIELD)
+        for model in (*choices, *(_with_field(declared, "choices") if choices else ())):
+            model.model_rebuild(force=True)
         for base in (
             protocol.GenerateChoiceBase,
             protocol.GenerateStreamChoiceBase,

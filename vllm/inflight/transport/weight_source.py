@@ -8,15 +8,19 @@ buffers too, no tensor twice, and sharded tensors gathered.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 
 from vllm.inflight import upstream
+from vllm.inflight.releases import adapter
 from vllm.inflight.trainer.sources import stream as sources
 from vllm.inflight.update import renamer
 
+_Source: Any = adapter("weight source")
 
-class Weights(upstream.WeightSource):
+
+class Weights(_Source):
     """The `source` of `trainer_init`, made of any source of a `Publisher`."""
 
     def __init__(
@@ -41,7 +45,7 @@ class Weights(upstream.WeightSource):
         self._source = source
         self._rename = renamer(name_map)
 
-    def metadata(self) -> list[upstream.ParamMeta]:
+    def read_facts(self) -> list[upstream.ParamMeta]:
         """Name, dtype and shape of every tensor, in the order of iteration.
 
         This is collective if reading the source is: a callable is called, and modules
@@ -56,7 +60,7 @@ class Weights(upstream.WeightSource):
             for name, it in sources.facts(self._source)
         ]
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def read_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor, gathered and detached, one tensor or layer at a time.
 
         This is collective if the source is sharded over ranks.

@@ -153,7 +153,10 @@ class ServingState(SchedulerState):
         scheduler = self._scheduler
         loaded = [r for r in self.waiting.holding_kv() if _is_loaded(r)]
         self.waiting.drop_kv(loaded)
+        experts = getattr(scheduler, "aux_output_connector", None)
         for request in loaded:
+            if experts is not None:
+                experts.request_finished(request)
             scheduler._free_request_blocks(request)
             scheduler._inflight_prefills.discard(request)
             request.num_computed_tokens = 0
@@ -236,11 +239,19 @@ class InflightSchedulerMixin:
             count += len(ServingState.of(self).waiting.uncounted())
         return count
 
-    def _get_local_prefix_cache_hit(self, request: upstream.Request) -> Any:
+    def _get_local_prefix_cache_hit(
+        self, request: upstream.Request, *caps: int | None
+    ) -> Any:
         """Choose the prefix-cache namespace of a request when it looks for cached KV.
 
         Every request without KV gets here: new, waiting, preempted or retracted. So a
         commit or a load of an adapter needs no work per waiting request.
+
+        Args:
+            request: the request.
+            caps: from vLLM 0.33 on, the longest hit whose experts are known; None if
+                requests do not ask for experts. It was read in the namespace before.
+
         """
         ours, state = ServingState.of(self), RequestState.of(request)
         kv_provenance.forget(request)
@@ -255,13 +266,21 @@ class InflightSchedulerMixin:
         best, best_root = None, roots[0]
         for root in roots:
             ours.policy.plant(request, root)
-            found = super()._get_local_prefix_cache_hit(request)  # type: ignore[misc]
+            known = [
+                None if cap is None else self._known_experts(request) for cap in caps
+            ]
+            found = super()._get_local_prefix_cache_hit(request, *known)  # type: ignore[misc]
             if best is None or found[1] > best[1]:
                 best, best_root = found, root
         ours.policy.plant(request, best_root)
         assert best is not None
         state.num_found = best[1]
         return best
+
+    def _known_experts(self, request: upstream.Request) -> int:
+        """The number of leading tokens whose experts are known in its namespace."""
+        known: int = self.aux_output_connector.max_cache_hit(request)  # type: ignore[attr-defined]
+        return known
 
 
 def _is_late(request: upstream.Request) -> bool:

@@ -220,6 +220,8 @@ class DpCommit:
             is_going = not (core.pending_pause or core.ignore_start_dp_wave)
         if is_going:
             core.ignore_start_dp_wave = False
+            if hasattr(core, "reject_new_requests"):
+                core.reject_new_requests = False
             core.scheduler.set_pause_state(upstream.PauseState.UNPAUSED)
         else:
             core.resume_scheduler()

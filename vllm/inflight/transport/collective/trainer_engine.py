@@ -14,6 +14,7 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.errors import Cancelled
+from vllm.inflight.releases import adapter
 from vllm.inflight.trainer.sources.stream import gathering
 from vllm.inflight.transport.buckets.sender import Sender
 from vllm.inflight.transport.buckets.tensor_list import Pair, TensorList
@@ -91,6 +92,7 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
         source: upstream.WeightSource,
     ) -> None:
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
+        self.rank = init_info.rank
         self._info = init_info
         self._sender: Sender | None = None
 
@@ -123,9 +125,11 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
 
         Raises:
             WeightsMismatch: slices do not make up their tensor; no update was begun.
+            ValueError: rank 0 does not get every tensor whole; no update was begun.
 
         """
-        facts = self.source.metadata()  # may be collective
+        reader = adapter("weight source")
+        facts = reader.facts_of(self.source)  # may be collective
         # Checked on every rank, so that all ranks raise and none waits for the others.
         tensor_list = TensorList(
             tuple(fact.name for fact in facts),
@@ -133,10 +137,11 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
             tuple(tuple(fact.shape) for fact in facts),
             tuple(getattr(fact, "shard", None) for fact in facts),
         )
+        tensors = reader.tensors_of(self.source)
         if not self.is_sender:
-            join_gathering(self.source)
+            join_gathering(tensors)
             return
-        with gathering(self.source) as gathered:
+        with gathering(tensors) as gathered:
             if self._sender is None or self._sender.group.ended is not None:
                 self._connect()
             self.client.start_weight_update()

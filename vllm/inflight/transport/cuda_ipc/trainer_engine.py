@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 
 from vllm.inflight import upstream
 from vllm.inflight.errors import InflightError
+from vllm.inflight.releases import adapter
 from vllm.inflight.trainer.sources.stream import gathering
 from vllm.inflight.transport.buckets.tensor_list import Pair, TensorList
 from vllm.inflight.transport.collective.trainer_engine import join_gathering
@@ -55,6 +56,7 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
         memory: SharedMemory | None = None,
     ) -> None:
         super().__init__(client=client, source=source, is_sender=init_info.is_sender)
+        self.rank = init_info.rank
         self._info = init_info
         self._memory = memory or CudaMemory()
 
@@ -91,13 +93,15 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
         Errors of the engines are raised here too.
 
         Raises:
-            ValueError: a tensor is not on a GPU, or in memory that cannot be lent.
+            ValueError: a tensor is not on a GPU, or in memory that cannot be lent, or
+                rank 0 does not get every tensor whole.
 
         """
+        tensors = adapter("weight source").tensors_of(self.source)
         if not self.is_sender:
-            join_gathering(self.source)
+            join_gathering(tensors)
             return
-        with gathering(self.source) as gathered:
+        with gathering(tensors) as gathered:
             self._lend(gathered)
         self.client.finish_weight_update()
 

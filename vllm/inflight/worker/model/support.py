@@ -145,6 +145,8 @@ def _beside_drafter(vllm_config: upstream.VllmConfig, device: str) -> str | None
             return f"its MTP layers are not its model's own ({draft_config.model})"
     if draft_config is not None and draft_config.quantization is not None:
         return f"the drafter is quantised ({draft_config.quantization})"
+    if (head := getattr(drafting, "draft_lm_head_quantization", None)) is not None:
+        return f"it has a quantised copy of the model's head (in {head})"
     quantization = vllm_config.model_config.quantization
     if quantization is not None and drafting.method not in BESIDE_QUANTISED:
         return f"the model is quantised ({quantization})"
