@@ -483,8 +483,7 @@ def words(
         for line, name in _attributes_in(module):
             if not release.is_left_out(module.name, line):
                 used.setdefault(name, module.name)
-    ours = {name for module in release.modules() for name in _made_in(module)}
-    ours |= added | release.names.keys()
+    ours = made_by_ours(release) | added | release.names.keys()
     for name, module_name in sorted(used.items()):
         if name in reference.made and name not in ours:
             problem = None
@@ -502,6 +501,11 @@ def _attributes_in(module: Module) -> Iterator[tuple[int, str]]:
             for given in node.args[1:2]:
                 if isinstance(given, ast.Constant):
                     yield node.lineno, str(given.value)
+
+
+def made_by_ours(release: Release) -> set[str]:
+    """The names that the files of this package define or assign."""
+    return {name for module in release.modules() for name in _made_in(module)}
 
 
 def _made_in(module: Module) -> Iterator[str]:
@@ -586,7 +590,7 @@ def ways_around(
     release: Release, reference: Release, records: Iterable[Patch]
 ) -> Iterator[Finding]:
     """Classes that we patch have no new method that may do what our patches control."""
-    targets = {record.target for record in records}
+    targets = {each.target for each in records if is_meant(each, release)}
     owners = {target.rpartition(".")[0] for target in targets}
     seen: set[str] = set()
     for owner in sorted(each for each in owners if ":" in each):
@@ -600,7 +604,8 @@ def ways_around(
             is_call = member.signature is not None and re.search(REACHING, name)
             if is_call and member.target not in seen:
                 seen.add(member.target)
-                is_new = name not in before and f"{owner}.{name}" not in targets
+                is_ours = {member.target, f"{owner}.{name}"} & targets
+                is_new = name not in before and not is_ours
                 problem = "is new, and may go past our patches" if is_new else None
                 yield _found("ways around", member.target, problem)
 

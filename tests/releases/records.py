@@ -60,13 +60,16 @@ RESTS_ON = [
         "vllm.v1.core.kv_cache_utils:get_request_block_hasher",
         "the hashes of a request are computed again after its salt has changed",
     ),
-    RestsOn(
-        "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_after_schedule",
-        "retraction counts the tokens that a step in flight will bring",
-    ),
-    RestsOn(
-        "vllm.v1.core.sched.async_scheduler:AsyncScheduler._update_request_with_output",
-        "retraction counts the tokens that a step in flight will bring",
+    *(
+        RestsOn(
+            f"vllm.v1.core.sched.{place}",
+            "tokens of a step in flight are late, and stay apart, after a retraction",
+        )
+        for place in (
+            "async_scheduler:AsyncScheduler._update_after_schedule",
+            "async_scheduler:AsyncScheduler._update_request_with_output",
+            "scheduler:Scheduler._update_request_with_output",
+        )
     ),
     RestsOn(
         "vllm.v1.core.sched.scheduler:Scheduler._preempt_request",
@@ -142,9 +145,9 @@ _OLDER_GENERATE_REPLIES = (
 )
 
 FIELDS = [
-    *(Field(model, "weight_versions") for model in _REPLIES),
+    *(Field(model, "weight_versions", "0.33.0") for model in _REPLIES),
     *(Field(model, "kv_versions") for model in _REPLIES),
-    *(Field(model, "return_weight_versions") for model in _REQUESTS),
+    *(Field(model, "return_weight_versions", "0.33.0") for model in _REQUESTS),
     *(
         Field(model, name, declared, since="0.32.0")
         for model in _GENERATE_REPLIES
@@ -244,6 +247,80 @@ SETTLED = [
         check="mixins",
         subject=f"{_SCHED}.interface:SchedulerInterface.has_request",
         how="upstream's schedulers have it, and the mixin does not change it",
+        since="0.33.0",
+    ),
+    Settled(
+        check="mixins",
+        subject="vllm.inflight.engine.scheduling.scheduler:"
+        "InflightSchedulerMixin._get_local_prefix_cache_hit",
+        how="upstream's scheduler gives it by position",
+        since="0.33.0",
+    ),
+    Settled(
+        check="words",
+        subject="aux_output_connector",
+        how="it is read with a default, and the cap of known experts is of 0.33",
+        before="0.31.0",
+    ),
+    *(
+        Settled(
+            check="derived classes",
+            subject=f"vllm.inflight.transport.{trainer}.rank",
+            how="it is the trainer's rank in upstream, too, and ours is set last",
+            since="0.33.0",
+        )
+        for trainer in (
+            "collective.trainer_engine:BroadcastTrainer",
+            "cuda_ipc.trainer_engine:IpcTrainer",
+        )
+    ),
+    Settled(
+        check="ways around",
+        subject="vllm.v1.engine.core:EngineCoreProc._reject_add_while_paused",
+        how="it reads a flag, which our pauses set and clear",
+        since="0.33.0",
+    ),
+    Settled(
+        check="ways around",
+        subject="vllm.v1.engine.core_client:AsyncMPClient.pause_generation_async",
+        how="it calls `pause_generation` of the engine core, which has a record",
+        since="0.33.0",
+    ),
+    Settled(
+        check="ways around",
+        subject="vllm.v1.engine.core_client:EngineCoreClient.abort_external_elastic_ep",
+        how="it ends a change of the number of engines, and no request",
+        since="0.33.0",
+    ),
+    Settled(
+        check="families",
+        subject="vllm.distributed.kv_transfer.kv_connector.v1.umbp.connector:"
+        "UMBPStoreConnector",
+        how="it has keys of its own and `reset_cache`, which a commit calls",
+        since="0.33.0",
+    ),
+    Settled(
+        check="code",
+        subject=f"{_HASHES}:get_request_block_hasher",
+        how="a hash may contain tokens behind its block, and the salt as before",
+        since="0.33.0",
+    ),
+    *(
+        Settled(
+            check="code",
+            subject=f"{_SCHED}.{place}:{kind}._update_request_with_output",
+            how="the code is now in Scheduler, and leaves late tokens apart as before",
+            since="0.33.0",
+        )
+        for place, kind in (
+            ("async_scheduler", "AsyncScheduler"),
+            ("scheduler", "Scheduler"),
+        )
+    ),
+    Settled(
+        check="code",
+        subject=f"{_SCHED}.scheduler:Scheduler._preempt_request",
+        how="inputs of the encoder are listed again when a request is scheduled again",
         since="0.33.0",
     ),
 ]

@@ -17,10 +17,11 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
-from tests.releases.checks import BREAKS, FITS, Finding
+from tests.releases.checks import BREAKS, FITS, Finding, made_by_ours
 from tests.releases.release import OURS, UPSTREAM, Release, is_meant
 from tests.releases.wheel import RELEASES
 from vllm.inflight.patch.records.record import Patch
+from vllm.inflight.releases import ADAPTERS
 
 CONFIGURATION = f"""\
 [mypy]
@@ -80,9 +81,17 @@ def _had(release: Release, records: list[Patch]) -> set[str]:
         kind = release.tree.find(owner) if ":" in owner else None
         if kind is None or kind.kind != "class":
             continue
-        names = release.tree.members(kind)
+        names = release.tree.members(kind).keys() | {
+            each.target.rpartition(".")[2]
+            for each in meant
+            if each.target.startswith(f"{owner}.")
+        }
         for base in release.tree.line(kind)[1:]:
             had.update(f"{base.name}.{name}" for name in names)
+    # An adapter uses methods of the class of ours that is derived of it.
+    for place in {place for entries in ADAPTERS.values() for place in entries.values()}:
+        adapter = place.partition(":")[2]
+        had.update(f"{adapter}.{name}" for name in made_by_ours(release))
     return had
 
 

@@ -37,6 +37,8 @@ def folder_of(release: str) -> Path:
 
     """
     folder = RELEASES / release
+    if (folder / "vllm").is_symlink() and release != installed():
+        shutil.rmtree(folder)  # another release has been installed there
     if folder.is_dir():
         return folder
     RELEASES.mkdir(parents=True, exist_ok=True)

@@ -86,3 +86,12 @@ def test_the_installed_release_needs_no_download(pip):
     folder = wheel.folder_of(wheel.installed())
     assert (folder / "vllm" / "v1" / "engine" / "core.py").is_file()
     assert pip == []
+
+
+def test_a_link_to_a_release_that_is_no_longer_installed_is_not_used(pip, monkeypatch):
+    monkeypatch.setattr(wheel, "installed", lambda: "0.99.0")
+    assert (wheel.folder_of("0.99.0") / "vllm").is_symlink()
+    monkeypatch.setattr(wheel, "installed", lambda: "0.98.0")
+    folder = wheel.folder_of("0.99.0")
+    assert not (folder / "vllm").is_symlink()
+    assert (folder / "vllm" / "engine.py").is_file()

@@ -395,6 +395,8 @@ def test_a_new_method_around_our_patches_is_found(reference, changed):
     now = changed(("def step", "def pause_generation(self): ...\n\n    def step"))
     (told,) = broken(checks.ways_around(now, reference, records))
     assert told.startswith("vllm.engine:Core.pause_generation is new")
+    records.append(patch("Core.pause_generation", "self", since="0.33.0"))
+    assert broken(checks.ways_around(now, reference, records)) == []
     assert broken(checks.ways_around(reference, reference, records)) == []
 
 
@@ -463,12 +465,12 @@ def test_an_attribute_of_a_derived_class_that_we_patch_is_no_error_of_types(
             from vllm.engine import Core
 
             def both(core: Core) -> object:
-                return core.queue, core.gone
+                return core.queue, core.added, core.gone
         """,
     }
     one = release(tmp_path, "0.33.0", theirs, ours)
-    process = patch("Process.run", expects=None)
+    process = patch("Process.added", expects=None)
     told = type_errors._told(one)
-    assert len(told) == 2
+    assert len(told) == 3
     (only,) = type_errors._without(told, type_errors._had(one, [process]))
     assert '"gone"' in only
