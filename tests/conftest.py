@@ -9,8 +9,13 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-import tests.support.calm.sitecustomize  # noqa: F401 (in this process; its children by path)
-from tests.support.calm.engine_starts import freeze_imports, override_kernels_once
+import tests.support.calm.sitecustomize
+import tests.support.calm.uncompiled  # noqa: F401
+from tests.support.calm.engine_starts import (
+    freeze_imports,
+    inspect_models_here,
+    override_kernels_once,
+)
 from tests.support.shared_memory import sweep
 
 BEGAN = time.time()
@@ -49,7 +54,10 @@ def pytest_collection_modifyitems(
     from vllm.inflight.releases import holds
 
     def is_meant(item: pytest.Item) -> bool:
-        since, before = item.get_closest_marker("since"), item.get_closest_marker("before")
+        since, before = (
+            item.get_closest_marker("since"),
+            item.get_closest_marker("before"),
+        )
         return holds(
             None if since is None else since.args[0],
             None if before is None else before.args[0],
@@ -64,12 +72,14 @@ def pytest_collection_modifyitems(
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Have the engines of this process share what each would do anew."""
     if any(item.get_closest_marker("engine") for item in session.items):
-        from tests.support.preloaded_process import OF_ENGINES
+        from tests.support.preloaded_process import OF_ENGINES, preload_spawned
 
         for name in OF_ENGINES:  # most engines would import them later
             import_module(name)
+        preload_spawned()
     freeze_imports()
     override_kernels_once()
+    inspect_models_here()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ pytestmark = pytest.mark.engine
 
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
 PROMPTS = [list(range(30 + i, 60 + i)) for i in range(3)]
-TOKENS = 600
+TOKENS = 400
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one-rank", "two-ranks"])
@@ -52,6 +53,16 @@ def generated(server: Server, prompt: list[int], most: int) -> list[int]:
     reply = server.client.post("/inference/v1/generate", json=body)
     assert reply.status_code == 200, reply.text
     return list(reply.json()["choices"][0]["token_ids"])
+
+
+def all_generated(
+    server: Server, prompts: list[list[int]], most: list[int]
+) -> list[list[int]]:
+    """As `generated`, of requests that decode side by side."""
+    with ThreadPoolExecutor(len(prompts)) as callers:
+        return list(
+            callers.map(lambda *asked: generated(server, *asked), prompts, most)
+        )
 
 
 class Stream(threading.Thread):
@@ -151,12 +162,15 @@ def test_streams_continue_with_tokens_of_the_weights_that_arrived_during_sleep(
     for stream in streams:
         stream.join(timeout=120)
         assert stream.reasons == ["length"]
-    for stream, count, prompt in zip(streams, counts, PROMPTS, strict=True):
-        begun = stream.tokens[:count]
+    begun = [s.tokens[:count] for s, count in zip(streams, counts, strict=True)]
+    ends = all_generated(
+        server,
+        [prompt + first for prompt, first in zip(PROMPTS, begun, strict=True)],
+        [TOKENS - count for count in counts],
+    )
+    for stream, count, first, end in zip(streams, counts, begun, ends, strict=True):
         assert len(stream.tokens) == TOKENS
-        assert stream.tokens == begun + generated(
-            server, prompt + begun, TOKENS - count
-        )
+        assert stream.tokens == first + end
         told = [(s["version"], s["start"], s["end"]) for s in stream.spans]
         assert told == [("old", 0, count), ("new", count, TOKENS)]
 
@@ -171,11 +185,12 @@ def test_a_stream_that_is_aborted_asleep_ends_at_once_and_the_others_go_on(
     streams[1].join(timeout=30)
     assert streams[1].reasons == ["abort"]
     server.client.post(RESUME)
-    for stream in (streams[0], streams[2]):
+    others = [streams[0], streams[2]]
+    for stream in others:
         stream.join(timeout=120)
         assert stream.reasons == ["length"]
-        expected = generated(server, PROMPTS[stream._number], TOKENS)
-        assert stream.tokens == expected
+    expected = all_generated(server, [PROMPTS[0], PROMPTS[2]], [TOKENS] * 2)
+    assert [stream.tokens for stream in others] == expected
 
 
 def test_requests_that_a_pause_holds_in_place_are_not_lost_by_a_release(
@@ -190,9 +205,10 @@ def test_requests_that_a_pause_holds_in_place_are_not_lost_by_a_release(
     refused = server.client.post("/release_kv_cache_memory")
     assert refused.status_code != 200
     server.client.post("/continue_generation")
-    for stream, prompt in zip(streams, PROMPTS, strict=True):
+    for stream in streams:
         stream.join(timeout=120)
-        assert stream.tokens == generated(server, prompt, TOKENS)
+    expected = all_generated(server, PROMPTS, [TOKENS] * 3)
+    assert [stream.tokens for stream in streams] == expected
 
 
 def test_a_retracting_release_is_rejected_until_a_waiting_pause_has_ended(

@@ -46,6 +46,7 @@ def test_embeddings_equal_a_fresh_engines_after_every_commit_and_rollback(
         assert embedded(llm) == before
 
 
+@pytest.mark.since("0.30.0")  # before, it hands tensors on, and updates work
 def test_an_encoder_whose_loader_collects_all_tensors_first_embeds_and_rejects_updates(
     start: Callable[..., Any], checkpoint: Callable[..., Path]
 ) -> None:

@@ -1,22 +1,19 @@
 """Every family's loaders on the receiving path of a GPU, with every tensor in place."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.engines.in_place import RESULTS
+from tests.support.engines.script import LONGEST_S
 from tests.support.models.families import FAMILIES, WANT_TORCHVISION
 from tests.support.models.families_seen import HOST, record
+from tests.support.preloaded_process import run
 
 pytestmark = pytest.mark.engine
 
-ROOT = Path(__file__).parents[2]
 QUICK = ("gpt2:768", "phi3", "granite_moe_hybrid", "mixtral", "llama")
 """The first transposes tensors of more than 1 MiB, which a GPU receives in place."""
 HIDDEN = {"gpt2": 768}
@@ -30,16 +27,8 @@ def play(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
 
     def play(*asked: str) -> list[Any]:
         folder = tmp_path_factory.mktemp("played")
-        command = [
-            sys.executable,
-            "-m",
-            "tests.support.engines.in_place",
-            str(folder),
-            *asked,
-        ]
-        done = subprocess.run(
-            command, cwd=ROOT, env=os.environ, capture_output=True, text=True
-        )
+        module = "tests.support.engines.in_place"
+        done = run(module, str(folder), *asked, timeout_s=LONGEST_S)
         assert done.returncode == 0, done.stderr[-4000:]
         lines = (folder / RESULTS).read_text().splitlines()
         return [json.loads(line) for line in lines]

@@ -16,12 +16,14 @@ import runpy
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import context as contexts
 from multiprocessing import process as processes
 from multiprocessing import resource_tracker as tracker
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from prometheus_client import values
@@ -47,7 +49,9 @@ FOLDERS = os.environ.get("PYTHONPATH", "")
 
 nursery = multiprocessing.get_context("forkserver")
 nursery.set_forkserver_preload(
-    [*OF_ENGINES, "tests.support.calm.frozen"] if IS_ON_CPU else OF_TRAINERS
+    ["tests.support.calm.uncompiled", *OF_ENGINES, "tests.support.calm.frozen"]
+    if IS_ON_CPU
+    else OF_TRAINERS
 )
 
 
@@ -62,20 +66,54 @@ def begin(
 ) -> Nursling | subprocess.Popen[bytes]:
     """`python -m module words…` in its own session; spawned, too, if `env` asks for it.
 
-    A forked one forks its engine, which Ray does not live through.
+    A forked one forks its engine, which Ray does not live through. As module `-c`, with
+    code for the first word, it is `python -c code words…`.
     """
-    is_late = {name: env.get(name) for name in TOO_LATE} != READ
-    is_elsewhere = not env.get("PYTHONPATH", "").endswith(FOLDERS)
-    if IS_ON_CPU and not (spawned or is_late or is_elsewhere):
+    if is_as_preloaded(env) and not spawned:
         return Nursling(module, words, env, stdout, stderr)
     with stdout.open("ab") as out, stderr.open("ab") as err:
         return subprocess.Popen(
-            [sys.executable, "-m", module, *words],
+            [sys.executable, *typed(module, words)],
             env=env,
             stdout=out,
             stderr=err,
             start_new_session=True,
         )
+
+
+def run(
+    module: str,
+    *words: str,
+    env: dict[str, str] | None = None,
+    timeout_s: float = 240,
+    spawned: bool = False,
+) -> subprocess.CompletedProcess[str]:
+    """As `begin`, with `env` beside our own, and to the end of all that it started."""
+    with TemporaryDirectory(prefix="process-") as folder:
+        out, err = Path(folder) / "out", Path(folder) / "err"
+        env = os.environ | (env or {})
+        process = begin(module, words, env, out, err, spawned=spawned)
+        try:
+            code = process.wait(timeout_s)
+        finally:
+            # With the engine's processes, which would outlive one that hangs.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        told = [path.read_text(errors="replace") for path in (out, err)]
+    return subprocess.CompletedProcess(typed(module, words), code, *told)
+
+
+def is_as_preloaded(env: Mapping[str, str]) -> bool:
+    """Whether vLLM would be imported with `env` as it was for what is forked off."""
+    is_late = {name: env.get(name) for name in TOO_LATE} != READ
+    is_elsewhere = not env.get("PYTHONPATH", "").endswith(FOLDERS)
+    return IS_ON_CPU and not (is_late or is_elsewhere)
+
+
+def typed(module: str, words: Sequence[str]) -> list[str]:
+    """What follows `python` on the command line."""
+    return ["-c", *words] if module == "-c" else ["-m", module, *words]
 
 
 class Nursling:
@@ -119,6 +157,35 @@ class Nursling:
                 os.kill(self.pid, number)
 
 
+class Preloaded(contexts.ForkServerProcess):
+    """As a spawned process of `multiprocessing`, which has the environment of now."""
+
+    def start(self) -> None:
+        self._environment = dict(os.environ)
+        super().start()
+
+    def _bootstrap(self, parent_sentinel: int | None = None) -> int:
+        os.environ.clear()
+        os.environ.update(self._environment)
+        return super()._bootstrap(parent_sentinel)
+
+    @staticmethod
+    def _Popen(process: processes.BaseProcess) -> Any:
+        is_forked = is_as_preloaded(os.environ)
+        by = contexts.ForkServerProcess if is_forked else contexts.SpawnProcess
+        return by._Popen(process)
+
+
+def preload_spawned() -> None:
+    """From here on, what this process spawns has vLLM imported already, on a CPU.
+
+    That is workers of an engine in this process, and trainers beside it.
+    """
+    spawn = contexts.SpawnContext()
+    spawn.Process = Preloaded
+    contexts._concrete_contexts["spawn"] = spawn
+
+
 def _live(
     module: str, words: list[str], env: dict[str, str], stdout: str, stderr: str
 ) -> None:
@@ -129,7 +196,7 @@ def _live(
         os.dup2(file, number)
         os.close(file)
     # Before the environment moves: titles are written over the first one.
-    setproctitle(" ".join([sys.executable, "-m", module, *words]))
+    setproctitle(" ".join([sys.executable, *typed(module, words)]))
     os.environ.clear()
     os.environ.update(env)
     more = env.get("PYTHONPATH", "").removesuffix(FOLDERS)
@@ -141,9 +208,13 @@ def _live(
     # The first of its family, as one that was typed in.
     processes._parent_process = None
     processes.current_process().name = "MainProcess"
-    sys.argv = [module, *words]
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if module == "-c":
+            sys.argv = ["-c", *words[1:]]
+            exec(words[0], {"__name__": "__main__"})
+        else:
+            sys.argv = [module, *words]
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:
         atexit._run_exitfuncs()  # as at the end of any that was not forked
 

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 
 from tests.support.preloaded_process import IS_ON_CPU, begin
+from vllm.inflight.releases import holds
 
 MAIN = "vllm.entrypoints.cli.main"
 NUM_KV_BLOCKS = 1024
@@ -51,7 +52,8 @@ class Server:
         words = [
             *("serve", str(model)),
             *("--host", "127.0.0.1", "--port", str(port)),
-            *("--served-model-name", "tiny", "--enforce-eager", "--enable-scale-out"),
+            *("--served-model-name", "tiny", "--enforce-eager"),
+            *(("--enable-scale-out",) if holds("0.30.0", None) else ()),
             *("--block-size", "32", "--max-model-len", "1024", "--max-num-seqs", "16"),
             *(("--num-gpu-blocks-override", str(NUM_KV_BLOCKS)) if IS_ON_CPU else ()),
             *flags,

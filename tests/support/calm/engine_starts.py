@@ -3,6 +3,8 @@
 import functools
 import gc
 import sys
+from collections.abc import Callable
+from typing import Any
 
 
 def freeze_imports() -> None:
@@ -33,6 +35,17 @@ def override_kernels_once() -> None:
     platform.register_triton_kernel_overrides = staticmethod(once)
 
 
+def inspect_models_here() -> None:
+    """Have vLLM look at the class of a model in the process that loads it.
+
+    It would start a process that imports vLLM for that, for the sake of CUDA, wherever
+    no file in the user's cache describes the class.
+    """
+    module = sys.modules.get("vllm.model_executor.models.registry")
+    if module is not None and "vllm.platforms.cpu" in sys.modules:
+        module._run_in_subprocess = _call
+
+
 class thawed:
     """Within it, `gc.freeze` and `gc.unfreeze` are Python's own."""
 
@@ -44,6 +57,11 @@ class thawed:
 
 
 FREEZE, UNFREEZE = gc.freeze, gc.unfreeze
+
+
+def _call(function: Callable[[], Any]) -> Any:
+    """Stand in for what calls it in a process of its own."""
+    return function()
 
 
 def _do_nothing() -> None:

@@ -8,9 +8,14 @@ import gc
 
 from vllm.platforms.cpu import CpuPlatform
 
-from tests.support.calm.engine_starts import override_kernels_once
+from tests.support.calm.engine_starts import (
+    inspect_models_here,
+    override_kernels_once,
+)
 
 override_kernels_once()
-CpuPlatform.register_triton_kernel_overrides()
+inspect_models_here()
+if hasattr(CpuPlatform, "register_triton_kernel_overrides"):  # from 0.31 on
+    CpuPlatform.register_triton_kernel_overrides()
 gc.collect()
 gc.freeze()

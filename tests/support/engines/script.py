@@ -2,15 +2,12 @@
 
 import json
 import os
-import signal
-from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
-from tests.support.preloaded_process import begin
+from tests.support.preloaded_process import run
 from tests.support.serving import NUM_KV_BLOCKS
 
 ROOT = Path(__file__).parents[3]
@@ -55,20 +52,10 @@ def run_script(
     spawned: bool = False,
 ) -> dict[str, Any]:
     """Run `<name>.py` of a room, with `env` beside our own; returns what it told."""
-    words = list(map(str, arguments))
-    with TemporaryDirectory(prefix="script-") as folder:
-        out, err = Path(folder) / "out", Path(folder) / "err"
-        env = os.environ | (env or {})
-        process = begin(f"{room}.{name}", words, env, out, err, spawned=spawned)
-        try:
-            process.wait(LONGEST_S)
-        finally:
-            # With the engine's processes, which would outlive one that hangs.
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        said, complained = (p.read_text(errors="replace") for p in (out, err))
-    told = [x for x in said.splitlines() if x.startswith(RESULT)]
-    assert told, said[-4000:] + complained[-6000:]
+    words = map(str, arguments)
+    module = f"{room}.{name}"
+    done = run(module, *words, env=env, timeout_s=LONGEST_S, spawned=spawned)
+    told = [x for x in done.stdout.splitlines() if x.startswith(RESULT)]
+    assert told, done.stdout[-4000:] + done.stderr[-6000:]
     seen: dict[str, Any] = json.loads(told[-1].removeprefix(RESULT))
     return seen

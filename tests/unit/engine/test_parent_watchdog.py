@@ -17,9 +17,9 @@ pytestmark = pytest.mark.seconds
 
 FRONT_END = """
 import multiprocessing, os, signal, sys, time
-from vllm.inflight.engine import parent_watchdog as parent
 
 def core(kind):
+    from vllm.inflight.engine import parent_watchdog as parent
     if kind == "deaf":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         parent.PATIENCE_S = 1.0
@@ -30,27 +30,44 @@ def core(kind):
     time.sleep(600)
 
 if __name__ == "__main__":
-    context = multiprocessing.get_context(sys.argv[1])
-    for kind in ("plain", "deaf", "late"):
+    method, *kinds = sys.argv[1:]
+    if method == "fork":
+        import vllm.inflight.engine.parent_watchdog  # once for all
+    context = multiprocessing.get_context(method)
+    for kind in kinds:
         context.Process(target=core, args=(kind,)).start()
     time.sleep(600)
 """
 
 
+KINDS = ["plain", "deaf", "late"]
+
+
 @pytest.mark.parametrize(
-    "method", ["fork", pytest.param("forkserver", marks=pytest.mark.slow), "spawn"]
+    "method, kinds",
+    [
+        ("fork", KINDS),
+        # Each of these imports vLLM.
+        pytest.param("forkserver", KINDS, marks=pytest.mark.slow),
+        pytest.param("spawn", KINDS, marks=pytest.mark.slow),
+        ("spawn", ["plain"]),
+    ],
 )
-def test_cores_end_when_their_front_end_is_killed(method: str, tmp_path: Path) -> None:
+def test_cores_end_when_their_front_end_is_killed(
+    method: str, kinds: list[str], tmp_path: Path
+) -> None:
     script = tmp_path / "front_end.py"
     script.write_text(FRONT_END)
     front_end = subprocess.Popen(
-        [sys.executable, str(script), method], stdout=subprocess.PIPE, text=True
+        [sys.executable, str(script), method, *kinds],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert front_end.stdout is not None
     cores: list[psutil.Process] = []
     try:
         with front_end.stdout as told:
-            cores += [psutil.Process(int(told.readline())) for _ in range(3)]
+            cores += [psutil.Process(int(told.readline())) for _ in kinds]
         time.sleep(2)  # two looks at a parent that lives
         assert all(map(lives, cores))
         os.kill(front_end.pid, signal.SIGKILL)

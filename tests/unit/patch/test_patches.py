@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from tests.support.preloaded_process import run
 from vllm.inflight import patch
 from vllm.inflight.attached import ATTRIBUTE
 from vllm.inflight.engine.controller import Controller
@@ -56,16 +57,6 @@ OF_OTHER_LIBRARIES = {
 """Private names of torch, transformers and argparse."""
 
 
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | environment,
-    )
-
-
 STATES = """if True:
     import json
     import _vllm_inflight_boot
@@ -86,7 +77,7 @@ STATES = """if True:
 
 def seen(code: str) -> list[Any]:
     """What is shown in a vLLM process of its own, whatever its release."""
-    done = python(STATES + code, **{patch.ALLOW_UNTESTED_ENV: "1"})
+    done = run("-c", STATES + code, env={patch.ALLOW_UNTESTED_ENV: "1"})
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line[:2] == "[["]
 
@@ -261,8 +252,7 @@ def test_patching_twice_is_patching_once(patched):
 
 def test_patching_for_a_gpu_leaves_torch_unchanged():
     """Those replace `torch.cuda.Event`, and what says how much memory a GPU has."""
-    done = python(
-        """if True:
+    code = """if True:
         import sys
         import _vllm_inflight_boot
         _vllm_inflight_boot._open()
@@ -281,8 +271,13 @@ def test_patching_for_a_gpu_leaves_torch_unchanged():
         for name in sys.modules:
             if "worker.cpu" in name:
                 print("changed:", name)
-        """,
-        **{patch.ALLOW_UNTESTED_ENV: "1"},
+    """
+    done = subprocess.run(  # none that has imported the worker of a CPU
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {patch.ALLOW_UNTESTED_ENV: "1"},
     )
     assert done.returncode == 0, done.stderr
     assert "changed:" not in done.stdout
@@ -432,8 +427,9 @@ def test_a_local_build_of_the_tested_release_is_accepted(monkeypatch, found):
 
 
 def load_plugins_with(surprise: str) -> Any:
-    return python(
-        f"import vllm.plugins as plugins\n{surprise}\nplugins.load_general_plugins()"
+    return run(
+        "-c",
+        f"import vllm.plugins as plugins\n{surprise}\nplugins.load_general_plugins()",
     )
 
 

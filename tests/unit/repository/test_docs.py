@@ -7,7 +7,6 @@ import inspect
 import json
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from tests.e2e.test_in_place_loaders import UNPLAYED
 from tests.support.models import families_seen
 from tests.support.models.families import FAMILIES, UNPROVED
 from tests.support.models.seeing import SEEING
+from tests.support.preloaded_process import run
 from vllm.inflight import trainer
 from vllm.inflight.api.server.routes import ROUTES
 from vllm.inflight.errors import BY_CODE, InflightError
@@ -61,8 +61,7 @@ def links() -> Iterator[tuple[Path, str]]:
 def test_generated_pages_are_up_to_date():
     # In a process of its own: an engine in this one may have put our methods in the
     # place of upstream's, with upstream's signatures.
-    check = [sys.executable, "-m", "docs.generate", "--check"]
-    done = subprocess.run(check, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run("docs.generate", "--check")
     assert (done.returncode, done.stdout) == (0, ""), f"run: make docs\n{done.stderr}"
 
 

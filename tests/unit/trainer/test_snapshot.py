@@ -155,6 +155,8 @@ def test_a_parcel_that_nobody_holds_is_removed(tmp_path):
 SCRIPT = """if True:
     import os, signal, sys, torch
     from pathlib import Path
+    import _vllm_inflight_boot as boot
+    boot._defer_upstream()  # nothing of it is used, and it takes seconds to import
     from vllm.inflight.trainer import snapshot as room
     from vllm.inflight.trainer.snapshot import Snapshot
     room.PREFIX = sys.argv[2]

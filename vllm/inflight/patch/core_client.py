@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -69,6 +70,16 @@ def _one_by_one(_: None) -> Any:
         ]
 
     return call_utility_each
+
+
+def _all_at_once(_: None) -> Any:
+    async def call_utility_all_async(
+        self: upstream.EngineCoreClient, method: str, *args: object
+    ) -> list[Any]:
+        """The results of all engines, in their order."""
+        return await asyncio.gather(*self.call_utility_each(method, *args))
+
+    return call_utility_all_async
 
 
 _CLIENT = "vllm.v1.engine.core_client"
@@ -143,5 +154,13 @@ PATCHES = [
         why="an engine that does not answer must not delay the metrics of others",
         remove_when="upstream can call a utility of a single engine",
         around=_one_by_one,
+    ),
+    Patch(
+        target=f"{_CLIENT}:AsyncMPClient.call_utility_all_async",
+        expects=None,
+        why="upstream returns the result of the first engine alone before 0.32",
+        remove_when="0.32 is the oldest supported release",
+        around=_all_at_once,
+        before="0.32.0",
     ),
 ]

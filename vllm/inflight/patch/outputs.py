@@ -190,14 +190,9 @@ def _ended_is_an_error(original: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: object,
     ) -> Any:
 
-        if pooling_output is not None and not kwargs.get("error"):
-            if finish_reason == upstream.FinishReason.ABORT:
-                kwargs["error"] = upstream.RequestError(
-                    "aborted", "the request was aborted; send it again", retryable=True
-                )
-            elif finish_reason == upstream.FinishReason.ERROR:
-                why = stop_reason or "the request failed"
-                kwargs["error"] = upstream.RequestError("failed", why)
+        if pooling_output is not None:
+            error = kwargs.get("error") or _error_of(finish_reason, stop_reason)
+            kwargs["error"] = error
         made = original(
             self,
             new_token_ids,
@@ -223,17 +218,11 @@ def _ended_raises(original: Callable[..., Any]) -> Callable[..., Any]:
         *args: object,
         **kwargs: object,
     ) -> Any:
-        why = None
+        error = None
         if pooling_output is not None:
-            if finish_reason == upstream.FinishReason.ABORT:
-                why = "the request was aborted; send it again"
-            elif finish_reason == upstream.FinishReason.ERROR:
-                why = f"{stop_reason or 'the request failed'}"
-        if why is not None:
-            error = upstream.GenerationError(why)
-            if self.queue is None:  # of an `LLM`
-                raise error
-            self.queue.put(error)
+            error = _error_of(finish_reason, stop_reason)
+        if error is not None and self.queue is not None:
+            self.queue.put(upstream.GenerationError(error.message))
             return None
         made = original(
             self,
@@ -244,10 +233,25 @@ def _ended_raises(original: Callable[..., Any]) -> Callable[..., Any]:
             *args,
             **kwargs,
         )
+        if error is not None and made is not None:
+            made.error = error  # an `LLM` reads no queue
         _label_pooled(self, made)
         return made
 
     return make_request_output
+
+
+def _error_of(
+    finish_reason: upstream.FinishReason | None, stop_reason: int | str | None
+) -> upstream.RequestError | None:
+    """Why a pooling request has ended without a result; None if it has one."""
+    if finish_reason == upstream.FinishReason.ABORT:
+        return upstream.RequestError(
+            "aborted", "the request was aborted; send it again", retryable=True
+        )
+    if finish_reason == upstream.FinishReason.ERROR:
+        return upstream.RequestError("failed", f"{stop_reason or 'the request failed'}")
+    return None
 
 
 def _label_pooled(request: upstream.RequestState, made: Any) -> None:
