@@ -45,7 +45,7 @@ _compact = json.JSONEncoder(separators=(",", ":")).encode
 
 Item = TypeVar("Item")
 Response = TypeVar("Response")
-Asking = TypeVar("Asking", bound="Copied")
+Asking = TypeVar("Asking", bound="Copyable")
 
 
 class Serving(Protocol):
@@ -60,7 +60,7 @@ class Requested(Protocol):
     vllm_xargs: dict[str, Any] | None
 
 
-class Copied(Protocol):
+class Copyable(Protocol):
     """A request as Pydantic makes it."""
 
     def model_copy(self, *, update: dict[str, Any]) -> Any:
