@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-import tests.support.calm.sitecustomize
-import tests.support.calm.uncompiled  # noqa: F401
+import tests.support.calm.sitecustomize  # noqa: F401 (in this process; its children by path)
 from tests.support.calm.engine_starts import (
     freeze_imports,
     inspect_models_here,
     override_kernels_once,
+    split_vocabulary_uncompiled,
 )
 from tests.support.shared_memory import sweep
 
@@ -58,6 +58,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     freeze_imports()
     override_kernels_once()
     inspect_models_here()
+    split_vocabulary_uncompiled()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
