@@ -39,6 +39,9 @@ CORES = sorted(os.sched_getaffinity(0))
 CORE = CORES[int(LANE.removeprefix("gw") or 0) % len(CORES)]
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(CORE)
 os.environ["OMP_NUM_THREADS"] = "1"
+# By itself numba, which drafts are looked up with, has torch's threads be as many as
+# cores, on a core that they have together.
+os.environ["NUMBA_NUM_THREADS"] = "1"
 
 # A busy machine is no reason to fail.
 settings.register_profile(
