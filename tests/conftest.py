@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-import tests.support.calm.sitecustomize
-import tests.support.calm.uncompiled  # noqa: F401
+import tests.support.calm.sitecustomize  # noqa: F401 (in this process; its children by path)
 from tests.support.calm.engine_starts import (
     freeze_imports,
     inspect_models_here,
     override_kernels_once,
+    split_vocabulary_uncompiled,
 )
 from tests.support.shared_memory import sweep
 
@@ -39,6 +39,9 @@ CORES = sorted(os.sched_getaffinity(0))
 CORE = CORES[int(LANE.removeprefix("gw") or 0) % len(CORES)]
 os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(CORE)
 os.environ["OMP_NUM_THREADS"] = "1"
+# By itself numba, which drafts are looked up with, has torch's threads be as many as
+# cores, on a core that they have together.
+os.environ["NUMBA_NUM_THREADS"] = "1"
 
 # A busy machine is no reason to fail.
 settings.register_profile(
@@ -80,6 +83,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     freeze_imports()
     override_kernels_once()
     inspect_models_here()
+    split_vocabulary_uncompiled()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -49,9 +49,7 @@ FOLDERS = os.environ.get("PYTHONPATH", "")
 
 nursery = multiprocessing.get_context("forkserver")
 nursery.set_forkserver_preload(
-    ["tests.support.calm.uncompiled", *OF_ENGINES, "tests.support.calm.frozen"]
-    if IS_ON_CPU
-    else OF_TRAINERS
+    [*OF_ENGINES, "tests.support.calm.frozen"] if IS_ON_CPU else OF_TRAINERS
 )
 
 

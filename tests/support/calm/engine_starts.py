@@ -46,6 +46,18 @@ def inspect_models_here() -> None:
         module._run_in_subprocess = _call
 
 
+def split_vocabulary_uncompiled() -> None:
+    """Have a rank find the tokens of its part of the vocabulary without a compiler.
+
+    The few lines that do are compiled at their first call, in each rank of each engine.
+    A C++ compiler takes ten seconds for that, and the other rank may spin meanwhile.
+    """
+    module = sys.modules.get("vllm.model_executor.layers.vocab_parallel_embedding")
+    if module is not None and "vllm.platforms.cpu" in sys.modules:
+        compiled = module.get_masked_input_and_mask
+        module.get_masked_input_and_mask = compiled._torchdynamo_orig_callable
+
+
 class thawed:
     """Within it, `gc.freeze` and `gc.unfreeze` are Python's own."""
 

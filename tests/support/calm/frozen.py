@@ -11,10 +11,12 @@ from vllm.platforms.cpu import CpuPlatform
 from tests.support.calm.engine_starts import (
     inspect_models_here,
     override_kernels_once,
+    split_vocabulary_uncompiled,
 )
 
 override_kernels_once()
 inspect_models_here()
+split_vocabulary_uncompiled()
 if hasattr(CpuPlatform, "register_triton_kernel_overrides"):  # from 0.31 on
     CpuPlatform.register_triton_kernel_overrides()
 gc.collect()

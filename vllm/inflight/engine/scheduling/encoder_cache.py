@@ -101,7 +101,8 @@ def drop_idle(manager: Any) -> int:
     num_dropped = len(idle)
     while idle:
         name, num_embeds = idle.popitem()
-        del manager.cached[name], manager.num_embeds_by_hash[name]
+        del manager.cached[name]
+        getattr(manager, "num_embeds_by_hash", {}).pop(name, None)  # from 0.31 on
         manager.num_free_slots += num_embeds
         manager.freed.append(name)  # the workers learn of it with the next step
     return num_dropped
