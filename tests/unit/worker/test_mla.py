@@ -7,6 +7,7 @@ import torch
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.utils import replace_parameter
 
+from vllm.inflight.releases import holds
 from vllm.inflight.worker.memory.arena import Arena
 from vllm.inflight.worker.model import mla
 from vllm.inflight.worker.model.support import difference
@@ -14,6 +15,8 @@ from vllm.inflight.worker.shadow.flip import Exchange
 from vllm.inflight.worker.shadow.parameters import mirror_parameters
 
 RANK, WIDTH = 4, 6
+COPIED: dict[str, bool] = {"prefer_copy": True} if holds(None, "0.33.0") else {}
+"""From 0.33 on, upstream copies where it can without being asked."""
 
 
 class Latent(MLAAttention):
@@ -27,8 +30,8 @@ class Latent(MLAAttention):
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         keys, values = self.kv_b_proj.weight.to(act_dtype).split(WIDTH // 2)
-        replace_parameter(self, "W_UV", values.t(), prefer_copy=True)
-        replace_parameter(self, "W_UK_T", keys, prefer_copy=True)
+        replace_parameter(self, "W_UV", values.t(), **COPIED)
+        replace_parameter(self, "W_UK_T", keys, **COPIED)
 
     def shows(self, weight: torch.Tensor) -> bool:
         keys, values = weight.split(WIDTH // 2)
