@@ -22,7 +22,7 @@ export HF_HUB_OFFLINE ?= 1
 NATIVE := pyproject.toml setup.py CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo check test test-slow test-ray test-vision test-gpu test-upstream-faults lint fmt soak fuzz bench docs site sizes upstream clean
+.PHONY: help setup build demo check test test-slow test-ray test-releases test-vision test-gpu test-upstream-faults lint fmt soak fuzz bench docs site sizes upstream clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-20s %s\n", $$1, $$2}'
@@ -89,6 +89,9 @@ test-ray: setup build/ray ## engines whose ranks are Ray's
 
 build/ray: # beside the environment: nothing else needs it
 	$(PY) -m pip install --quiet --no-deps --target $@ ray==2.60.0 msgpack==1.2.4
+
+test-releases: setup ## V=x.y.z: the core tests on that release of vLLM; without V, on all but the installed one
+	$(PY) -m tests.releases.suite $(V)
 
 test-vision: export PYTHONPATH := $(CURDIR)/build/torchvision
 test-vision: setup build/torchvision ## models that want torchvision: those that see, and Qwen3.5

@@ -20,6 +20,7 @@ from docs import signatures
 from docs.families import families
 from docs.gpu_runs import gpu_runs
 from docs.pause_plot import picture
+from docs.release_runs import releases
 from docs.tables import code, first_line, table
 from vllm.inflight import patch, release_fields
 from vllm.inflight.api.server.flags import GROUP, add_flags
@@ -246,6 +247,7 @@ TABLES: dict[str, list[Callable[[], str]]] = {
     "config.md": [fields, environment],
     "errors.md": [errors, causes],
     "gpu-tests.md": [gpu_runs],
+    "releases.md": [releases],
     "how-it-works.md": [moves],
     "http.md": [routes, older_fields],
     "models.md": [families],

@@ -159,6 +159,25 @@ def test_a_flip_during_a_scrub_ends_the_scrub_without_a_result():
         assert sets.stager.scrub("result") is None
 
 
+def test_an_error_while_a_slice_is_read_is_no_difference(monkeypatch):
+    def fail(*_: Any) -> set[str]:
+        raise AttributeError("a layer lacks what is read")
+
+    with Arena.open(HOST, 1 << 26) as arena:
+        sets = Sets(arena, kind=Model, first=version(0))
+        sets.shadow.asks_loader = True
+        sets.stage(version(1).items())
+        sets.stager.flip()
+        sets.stager.scrub("begin")
+        with monkeypatch.context() as broken:
+            broken.setattr(scrub.ScrubSlice, "read", fail)
+            sets.stager.scrub("slice")  # nobody reads the reply to this call
+        with pytest.raises(AttributeError, match="a layer lacks"):
+            sets.stager.scrub("result")
+        sets.stager.scrub("begin")
+        assert judged([sets.stager.scrub("result")])["different"] == []
+
+
 def test_the_scrub_after_one_that_a_flip_ended_reads_what_the_flip_left_live():
     with Arena.open(HOST, 1 << 26) as arena:
         sets = Sets(arena, kind=Model, first=version(0))
