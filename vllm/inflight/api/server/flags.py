@@ -47,6 +47,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         f"Better set it in the environment as {ADMIN_KEY_ENV}, because other users "
         "can see command lines.",
     )
+    group.add_argument(
+        "--inflight-allow-untested",
+        action="store_true",
+        default=argparse.SUPPRESS,  # the patches read it from the command line
+        help="Start on a release of vLLM that was not tested, at your own risk.",
+    )
     # Without this, an --additional-config after our flags would discard them.
     given = parser._option_string_actions["--additional-config"]
     given.__class__ = type("_Merge", (_MergeMixin, type(given)), {})
