@@ -12,6 +12,9 @@ from vllm.inflight.api.control.methods import release_memory
 from vllm.inflight.errors import EngineFault, PauseConflict
 
 
+pytestmark = pytest.mark.since("0.31.0")  # before, it is released with the weights
+
+
 class FrontEnd:
     """Of two cores, each of which answers for itself."""
 
