@@ -11,7 +11,6 @@ from tests.support.engines.bare_core import Streams, add, call, prompt
 from vllm.inflight.api.control.methods import release_memory
 from vllm.inflight.errors import EngineFault, PauseConflict
 
-
 pytestmark = pytest.mark.since("0.31.0")  # before, it is released with the weights
 
 
