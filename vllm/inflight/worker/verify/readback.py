@@ -190,7 +190,7 @@ def content(layer: torch.nn.Module, key: str, param: torch.Tensor) -> torch.Tens
     is_twice = param.numel() > 0
     width: Any = param.shape[1] if is_twice else _width(layer)
     # Before 0.31, what is left of a packed weight has the default dtype.
-    dtype: Any = param.dtype if is_twice else layer.params_dtype
+    dtype: Any = param.dtype if is_twice else _dtype(layer, param)
     columns = []
     for start in range(0, width, SLAB):
         unit = torch.zeros(min(SLAB, width - start), width, dtype=dtype)
@@ -205,6 +205,11 @@ def content(layer: torch.nn.Module, key: str, param: torch.Tensor) -> torch.Tens
     if not (same and torch.equal(is_plain, is_read)):
         raise EngineFault("a weight and its packed form belong to two versions")
     return packed if is_plain.all() else param.data
+
+
+def _dtype(layer: torch.nn.Module, param: torch.Tensor) -> Any:
+    """The dtype of a linear layer's weight; a layer of a user's own may not tell."""
+    return getattr(layer, "params_dtype", param.dtype)
 
 
 def _width(layer: torch.nn.Module) -> Any:
