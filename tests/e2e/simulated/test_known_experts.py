@@ -12,14 +12,11 @@ from vllm.v1.engine.core import EngineCore
 
 from tests.support.engines.bare_core import Streams, add, prompt, request
 from tests.support.simulated.core import publish_weights
-from vllm.inflight.releases import holds
 
 pytestmark = pytest.mark.engine
 
 
-@pytest.mark.skipif(
-    not holds("0.33.0", None), reason="before 0.33 no hit is limited by known experts"
-)
+@pytest.mark.since("0.33.0")  # before, no hit is limited by known experts
 def test_a_hit_is_as_long_as_experts_are_known_in_the_namespace_of_the_request(
     core: EngineCore,
 ) -> None:
@@ -44,9 +41,7 @@ def test_a_hit_is_as_long_as_experts_are_known_in_the_namespace_of_the_request(
         scheduler.aux_output_connector = None
 
 
-@pytest.mark.skipif(
-    not holds("0.31.0", None), reason="before 0.31 nobody keeps which experts computed"
-)
+@pytest.mark.since("0.31.0")  # before, nobody keeps which experts computed
 def test_a_retracted_request_with_kv_from_elsewhere_ends_for_the_experts_too(
     core: EngineCore,
 ) -> None:

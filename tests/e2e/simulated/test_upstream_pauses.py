@@ -15,14 +15,9 @@ from vllm.v1.engine.core import EngineCore
 from tests.support.engines.bare_core import Streams, call, prompt, request
 from tests.support.simulated.load import ask, code, started
 from vllm.inflight.errors import OwnedByAnother, PauseConflict
-from vllm.inflight.releases import holds
 
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.skipif(
-        not holds("0.33.0", None), reason="before 0.33 the core has no such call"
-    ),
-]
+# Before 0.33, the core has no such call.
+pytestmark = [pytest.mark.engine, pytest.mark.since("0.33.0")]
 
 
 def said(core: Any, name: str) -> None:

@@ -151,7 +151,7 @@ class ReplySpans:
         drops_empty: bool = False,
     ) -> None:
         self._kv_only = kv_only
-        self._drops_empty = drops_empty or not kv_only
+        self._drops_empty = drops_empty or (not kv_only and declares_spans())
         self._spans: dict[int, Iterable[Any] | None] = {}
         self._read: dict[int, Iterable[Any]] = {}
         self._role_first = role_first

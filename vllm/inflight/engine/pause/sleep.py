@@ -277,12 +277,12 @@ class Sleep:
         parts = set(tags)
         if WEIGHTS in parts and not self.gives_weights_alone:
             parts.add(KV_CACHE)
+        parts -= executor.sleeping_tags
         if parts == {KV_CACHE} and not self._gives_parts:
             raise ConfigError(
                 "this vLLM cannot release its KV cache alone; release the weights with "
                 "it, or install vLLM 0.31 or newer"
             )
-        parts -= executor.sleeping_tags
         if mode is None:
             mode = self._controller.pauses.asked
             if mode not in (PauseMode.IN_PLACE, PauseMode.RETRACT):

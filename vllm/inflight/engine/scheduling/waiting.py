@@ -144,7 +144,8 @@ class SkippedRequests(HeldBackRequests):
             yield
             return
         scheduler = self._scheduler
-        others = [each for each in self.all() if each not in admitted]
+        names = {each.request_id for each in admitted}
+        others = [each for each in self.all() if each.request_id not in names]
         queues = scheduler.skipped_waiting, scheduler.waiting
         for name, chosen in (("skipped_waiting", admitted), ("waiting", ())):
             queue = upstream.create_request_queue(scheduler.policy)
