@@ -31,6 +31,7 @@ CORE = (
     "tests/e2e/test_embeddings.py",
     "tests/e2e/test_quantised.py",
     "tests/e2e/test_two_ranks.py",
+    "tests/e2e/test_spawned_core.py",
     "tests/robustness/faults",  # what harms vLLM as it is, and not here
 )
 

@@ -90,7 +90,7 @@ def scrubbed(llm: Any) -> None:
     assert found["result"] == "equal", found
     if found["digest"] is not None:  # of a subset on top of the start nobody knows it
         assert found["num_tensors"] > 0
-        assert found["unknown"] == []
+        assert found["unknown"] == [], found
 
 
 def behind(llm: Any) -> set[str]:

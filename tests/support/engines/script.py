@@ -32,7 +32,13 @@ if torch.cuda.is_available():
     # torch's compiler takes the fastest at each start, on a busy GPU not always the
     # same. Its variable of the environment for this is lost: Dynamo puts the flag back
     # to what it was in eager mode before the kernels are chosen.
-    OPTIONS["compilation_config"] = {"inductor_compile_config": {"deterministic": True}}
+    # With combo kernels vLLM 0.29 has them timed, which that mode does not allow.
+    OPTIONS["compilation_config"] = {
+        "inductor_compile_config": {
+            "deterministic": True,
+            "benchmark_combo_kernel": False,
+        }
+    }
 else:
     OPTIONS["num_gpu_blocks_override"] = NUM_KV_BLOCKS
 LONGEST_S = 400

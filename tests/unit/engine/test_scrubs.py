@@ -15,7 +15,9 @@ from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine.integrity import scrubs
 from vllm.inflight.engine.integrity.scrubs import Scrubs
 
-FOUND = {key: b"" for key in ("sums", "expected", "numel", "covered", "holds")}
+FOUND = {
+    key: b"" for key in ("expected", "numel", "owners", "parts", "sums", "covered")
+}
 
 
 class Turns:

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import threading
 from array import array
-from math import prod
 from typing import Any
 
 import hypothesis.strategies as st
@@ -229,53 +228,76 @@ def test_a_reader_during_the_slicing_reads_all_slices(monkeypatch):
         assert sets.stager.scrub("begin") == len(asked)
 
 
-def reply(held: dict[str, tuple[torch.Tensor, torch.Tensor, int]]) -> dict[str, Any]:
-    """Of a rank that holds, of each whole tensor, these rows from that one on."""
-    sums, expected, holds = array("Q"), array("Q"), array("Q")
+Held = tuple[torch.Tensor, *tuple[tuple[torch.Tensor, int], ...]]
+"""A whole tensor, and the rows that are held, each from a first one on."""
+
+
+def reply(held: dict[str, Held]) -> dict[str, Any]:
+    """Of a rank that holds these parts of each whole tensor."""
+    keys = ("expected", "numel", "owners", "parts", "sums", "covered")
+    found = {key: array("Q") for key in keys}
     names = sorted(held)
-    for name in names:
-        whole, part, first = held[name]
-        offsets = (first, *(0 for _ in part.shape[1:]))
-        shape, width = tuple(part.shape), part.element_size()
-        strides = row_major(whole.shape)
-        start = first * strides[0]
-        count = ops.counts_of_part(shape, strides, start, width)
-        sums.extend(ops.digest_slice(part, whole.shape, offsets) - count)
-        expected.extend(values(ops.digest([whole])[0], whole))
-        holds.append(hash((start, shape)) % 2**64)
-    numel = array("Q", (prod(held[n][0].shape) for n in names))
-    covered = array("Q", (held[n][1].numel() for n in names))
-    named = {"sums": sums, "expected": expected, "numel": numel}
-    named |= {"covered": covered, "holds": holds}
-    packed = {key: numbers.tobytes() for key, numbers in named.items()}
+    for number, name in enumerate(names):
+        whole, *parts = held[name]
+        found["expected"].extend(values(ops.digest([whole])[0], whole))
+        found["numel"].append(whole.numel())
+        for part, first in parts:
+            offsets = (first, *(0 for _ in part.shape[1:]))
+            shape, width = tuple(part.shape), part.element_size()
+            strides = row_major(whole.shape)
+            start = first * strides[0]
+            count = ops.counts_of_part(shape, strides, start, width)
+            found["owners"].append(number)
+            found["parts"].append(hash((name, start, shape)) % 2**64)
+            sums = ops.digest_slice(part, whole.shape, offsets)
+            found["sums"].extend(sums - count)
+            found["covered"].append(part.numel())
+    packed = {key: numbers.tobytes() for key, numbers in found.items()}
     return packed | {"names": names, "wrong": [], "unknown": [], "num_marked": 0}
 
 
 def test_a_scrub_adds_up_shards_and_requires_equal_copies():
     whole, norm = torch.randn(8, 4), torch.randn(4)
     shards = [
-        {"w": (whole, whole[at : at + 4], at), "n": (norm, norm, 0)} for at in (0, 4)
+        {"w": (whole, (whole[at : at + 4], at)), "n": (norm, (norm, 0))}
+        for at in (0, 4)
     ]
     told = judged([reply(held) for held in shards])
     assert (told["result"], told["num_tensors"]) == ("equal", 2)
-    shards[1]["n"] = (norm, norm + 1, 0)
+    shards[1]["n"] = (norm, (norm + 1, 0))
     assert judged([reply(held) for held in shards])["different"] == ["n"]
-    shards[1]["n"] = (norm, norm, 0)
-    shards[1]["w"] = (whole, whole[:4], 4)
+    shards[1]["n"] = (norm, (norm, 0))
+    shards[1]["w"] = (whole, (whole[:4], 4))
     assert judged([reply(held) for held in shards])["different"] == ["w"]
     # Both hold the first half: nobody has the second.
-    shards[1]["w"] = (whole, whole[:4], 0)
+    shards[1]["w"] = (whole, (whole[:4], 0))
     told = judged([reply(held) for held in shards])
     assert (told["result"], told["unknown"]) == ("equal", ["w"])
 
 
+def test_a_scrub_counts_a_part_that_all_ranks_have_beside_shards_once():
+    """As Mamba's: heads are shared out, and one group of B and C is on all ranks."""
+    whole = torch.randn(10, 4)
+    every = (whole[8:], 8)
+    ranks: list[dict[str, Held]] = [
+        {"w": (whole, (whole[at : at + 4], at), every)} for at in (0, 4)
+    ]
+    told = judged([reply(held) for held in ranks])
+    assert (told["result"], told["num_tensors"], told["unknown"]) == ("equal", 1, [])
+    ranks[1]["w"] = (whole, (whole[4:8], 4), (whole[8:] + 1, 8))
+    assert judged([reply(held) for held in ranks])["different"] == ["w"]
+    # The second rank lacks its shard: the part on all ranks does not stand in for it.
+    ranks[1]["w"] = (whole, every)
+    assert judged([reply(held) for held in ranks])["unknown"] == ["w"]
+
+
 def test_a_scrub_combines_tensors_that_only_one_stage_has():
     one, other, both = torch.randn(8, 4), torch.randn(8, 4), torch.randn(8)
-    first = reply({"a": (one, one, 0), "e": (both, both, 0)})
-    last = reply({"b": (other, other, 0), "e": (both, both, 0)})
+    first = reply({"a": (one, (one, 0)), "e": (both, (both, 0))})
+    last = reply({"b": (other, (other, 0)), "e": (both, (both, 0))})
     told = judged([first, last])
     assert (told["result"], told["num_tensors"]) == ("equal", 3)
-    last = reply({"b": (other, other + 1, 0), "e": (both, both * 2, 0)})
+    last = reply({"b": (other, (other + 1, 0)), "e": (both, (both * 2, 0))})
     assert judged([first, last])["different"] == ["b", "e"]
 
 

@@ -23,6 +23,19 @@ def _controlled(original: Callable[..., Any]) -> Callable[..., Any]:
     return __init__
 
 
+def _controlled_at_last(original: Callable[..., Any]) -> Callable[..., Any]:
+    def run_busy_loop(self: upstream.EngineCore) -> Any:
+        from vllm.inflight.engine.controller import Controller
+
+        # A spawned process loads its plugins in upstream's constructor, which is the
+        # one that runs then. Nothing asks for the controller before this method.
+        if Controller.find(self) is None:
+            Controller(self).attach(self)
+        return original(self)
+
+    return run_busy_loop
+
+
 def _with_controller(original: Callable[..., Any]) -> Callable[..., Any]:
     def _initialize_effective_attention_block_size(self: upstream.EngineCore) -> None:
         from vllm.inflight.engine.controller import Controller
@@ -218,6 +231,17 @@ PATCHES = [
         remove_when="upstream offers a hook after scheduler construction",
         around=_controlled,
         before="0.31.0",
+    ),
+    *(
+        Patch(
+            target=f"vllm.v1.engine.core:{each}.run_busy_loop",
+            expects=("self",),
+            why="a spawned engine core gets its controller after its constructor",
+            remove_when="upstream offers a hook after scheduler construction",
+            around=_controlled_at_last,
+            before="0.31.0",
+        )
+        for each in ("EngineCoreProc", "DPEngineCoreProc")
     ),
     Patch(
         target=f"{_CORE}._attach_weight_version",

@@ -294,24 +294,14 @@ def judged(ranks: list[dict[str, Any]]) -> Result:
     """
     # A pipeline stage, or a rank with some of the experts, has only some of the names.
     names = sorted({name for each in ranks for name in each["names"]})
-    found = [_Found.of(each, names) for each in ranks]
-    total = torch.zeros(len(names), 2, dtype=torch.int64)
+    found = _Found.of(ranks, names)
+    is_first, is_wrong = found.counted_once()
     num_covered = torch.zeros(len(names), dtype=torch.int64)
-    expected, numel = total.clone(), num_covered.clone()
-    is_wrong = torch.zeros(len(names), dtype=torch.bool)
-    for number, each in enumerate(found):
-        is_first = each.covered > 0
-        for other in found[:number]:
-            is_same = (each.holds == other.holds) & (each.covered > 0)
-            is_same &= other.covered > 0
-            is_wrong |= is_same & (each.sums != other.sums).any(dim=1)
-            is_first &= ~is_same
-        total += torch.where(is_first.unsqueeze(1), each.sums, 0)
-        num_covered += torch.where(is_first, each.covered, 0)
-        expected = torch.where(each.covered.unsqueeze(1) > 0, each.expected, expected)
-        numel = torch.where(each.covered > 0, each.numel, numel)
-    is_all = (num_covered == numel) & (numel > 0)
-    is_wrong |= is_all & (total != expected).any(dim=1)
+    num_covered.index_add_(0, found.owners[is_first], found.covered[is_first])
+    total = torch.zeros(len(names), 2, dtype=torch.int64)
+    total.index_add_(0, found.owners[is_first], found.sums[is_first])
+    is_all = (num_covered == found.numel) & (found.numel > 0)
+    is_wrong |= is_all & (total != found.expected).any(dim=1)
     different = {name for each in ranks for name in each["wrong"]}
     different |= {names[number] for number in is_wrong.nonzero().flatten().tolist()}
     num_tensors = int(is_all.sum())
@@ -333,31 +323,58 @@ def judged(ranks: list[dict[str, Any]]) -> Result:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The scrub result of one rank, as arrays over all names; see `Scrub.result`."""
+    """The scrub results of all ranks, as arrays; see `Scrub.result`."""
 
+    owners: torch.Tensor
+    """For each part that a rank serves, the index of its name."""
+    parts: torch.Tensor
     sums: torch.Tensor
-    expected: torch.Tensor
-    numel: torch.Tensor
     covered: torch.Tensor
-    holds: torch.Tensor
+    expected: torch.Tensor
+    """For each name."""
+    numel: torch.Tensor
 
     @classmethod
-    def of(cls, reply: dict[str, Any], names: list[str]) -> Self:
-        """Read a rank's reply in the order of `names`; its missing names are zeros."""
+    def of(cls, ranks: list[dict[str, Any]], names: list[str]) -> Self:
+        """Read the replies of the ranks, in the order of `names`."""
         numbers = {name: number for number, name in enumerate(names)}
-        at = torch.tensor([numbers[name] for name in reply["names"]], dtype=torch.int64)
+        expected = torch.zeros(len(names), 2, dtype=torch.int64)
+        numel = torch.zeros(len(names), dtype=torch.int64)
+        served: list[tuple[torch.Tensor, ...]] = []
+        for each in ranks:
+            at = torch.tensor([numbers[n] for n in each["names"]], dtype=torch.int64)
+            covered, owners = _read(each["covered"]), _read(each["owners"])
+            is_here = covered > 0
+            here = owners[is_here].unique()
+            expected[at[here]] = _read(each["expected"], 2)[here]
+            numel[at[here]] = _read(each["numel"])[here]
+            parts, sums = _read(each["parts"]), _read(each["sums"], 2)
+            served.append(
+                (at[owners][is_here], parts[is_here], sums[is_here], covered[is_here])
+            )
+        owners, parts, sums, covered = map(torch.cat, zip(*served, strict=True))
+        return cls(owners, parts, sums, covered, expected, numel)
 
-        def spread(key: str, *width: int) -> torch.Tensor:
-            wide = torch.zeros(len(names), *width, dtype=torch.int64)
-            if reply["names"]:
-                packed = bytearray(reply[key])
-                wide[at] = torch.frombuffer(packed, dtype=torch.int64).view(-1, *width)
-            return wide
+    def counted_once(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The parts, each from the first rank that serves it.
 
-        return cls(
-            spread("sums", 2),
-            spread("expected", 2),
-            spread("numel"),
-            spread("covered"),
-            spread("holds"),
-        )
+        Returns:
+            for each part, whether it is the first of its kind; and for each name,
+            whether two ranks serve one part of it in different forms.
+
+        """
+        numbers = torch.arange(len(self.parts))
+        kinds, kind = self.parts.unique(return_inverse=True)
+        first = torch.full_like(kinds, len(numbers))
+        first = first.scatter_reduce(0, kind, numbers, "amin")[kind]
+        is_wrong = torch.zeros(len(self.numel), dtype=torch.bool)
+        is_wrong[self.owners[(self.sums != self.sums[first]).any(dim=1)]] = True
+        return first == numbers, is_wrong
+
+
+def _read(packed: bytes, width: int | None = None) -> torch.Tensor:
+    """Numbers of a reply, in rows of `width`."""
+    if not packed:
+        return torch.zeros((0,) if width is None else (0, width), dtype=torch.int64)
+    numbers = torch.frombuffer(bytearray(packed), dtype=torch.int64)
+    return numbers if width is None else numbers.view(-1, width)

@@ -119,12 +119,17 @@ class Layout:
             if len(rows) > 1
         ]
         """Names with a part that is served in two places, and the rows."""
-        self.covered = _numbers(sum(prod(shape) for _, shape, _ in of) for of in held)
-        """Elements of each name that this rank serves."""
+        self.covered = _numbers(prod(shape) for of in held for _, shape, _ in of)
+        """Elements of each of these parts."""
         self.numel = _numbers(prod(shape) for _, shape in self.forms)
         """Elements of each name."""
-        self.holds = _numbers(_mark(of) for of in held)
-        """Equal on two ranks that serve the same parts of a name."""
+        self.parts = _numbers(
+            _mark(name, part)
+            for name, of in zip(self.names, held, strict=True)
+            for part in of
+        )
+        """For each of these rows, a number that is equal on two ranks that serve the
+        same part. A rank may share one part with others, and have another alone."""
         self.counts = _signed(
             chain.from_iterable(
                 ops.counts_of_part(shape, row_major(shape), 0, dtype.itemsize)
@@ -221,9 +226,8 @@ def _repeats(part: View) -> bool:
     return any(n > 1 and not step for n, step in zip(shape, stride, strict=True))
 
 
-def _mark(held: Mapping[View, object]) -> int:
-    text = "".join(map(repr, sorted(held))).encode()
-    digest = hashlib.blake2b(text, digest_size=8).digest()
+def _mark(name: str, part: View) -> int:
+    digest = hashlib.blake2b(f"{name} {part}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
@@ -284,17 +288,18 @@ class Scrub:
         """The findings, once every slice has been read.
 
         Returns:
-            a dictionary with these keys. All numbers are int64 bytes, in the order of
-            `names`.
+            a dictionary with these keys. All numbers are int64 bytes, for each of
+            `names`, or for each part of a tensor that is served here.
 
             - `names`: checkpoint tensors.
-            - `sums` (two each): the sums of the part that is served here.
-            - `expected`: the sums of the whole tensor.
-            - `numel`: elements of the tensor, and `covered`: elements served here.
-            - `holds`: equal on two ranks that serve the same part.
+            - `expected` (two each): the sums of the whole tensor.
+            - `numel`: elements of the tensor.
+            - `owners`, of each part: the index of its tensor in `names`.
+            - `parts`, of each part: equal on two ranks that serve the same part.
+            - `sums` (two each), of each part.
+            - `covered`: elements of each part; 0 of a tensor that the version lacks.
             - `wrong`: parameters that differ from when they were staged, and tensors
-            with a
-              part that is served in two different forms.
+              with a part that is served in two different forms.
             - `unknown`: parameters of which nothing is known.
             - `num_marked`: number of parameters compared with how they were staged.
             - `marks`: digests of all parameters that are no copies.
@@ -321,21 +326,18 @@ class Scrub:
         for name, twice in layout.twice:
             if (rows[twice] != rows[twice[0]]).any():
                 self._wrong.add(name)
-        sums = torch.zeros(len(layout.names), 2, dtype=torch.int64, device="cpu")
-        if layout.names:
-            sums.index_add_(0, layout.owners, rows[layout.rows])
         found = [self._facts.get(name) for name in layout.names]
         numbers = ((0, 0) if fact is None else fact[2] for fact in found)
         expected = _signed(chain.from_iterable(numbers)) - layout.counts
-        # Of a tensor that the version lacks, nothing is covered.
         is_here = _numbers(fact is not None for fact in found)
         return {
             "names": layout.names,
-            "sums": _bytes(sums),
             "expected": _bytes(expected),
             "numel": _bytes(layout.numel),
-            "covered": _bytes(layout.covered * is_here),
-            "holds": _bytes(layout.holds),
+            "owners": _bytes(layout.owners),
+            "parts": _bytes(layout.parts),
+            "sums": _bytes(rows[layout.rows].view(-1, 2)),
+            "covered": _bytes(layout.covered * is_here[layout.owners]),
             "wrong": sorted(self._wrong),
             "unknown": unknown,
             "num_marked": len(known),
