@@ -215,7 +215,7 @@ def test_requests_that_wait_while_an_adapter_is_loaded_look_for_its_kv(
     ],
     ids=["qwen3", "llama-tied-padded-vocabulary", "qwen3-tied-compiled"],
 )
-def test_an_update_equals_a_fresh_engine_with_and_without_an_adapter(
+def test_updates_equal_fresh_engines_with_and_without_an_adapter(
     start: Callable[..., Any],
     checkpoint: Callable[..., Path],
     tmp_path: Path,

@@ -80,7 +80,7 @@ def test_a_stream_is_paused_and_goes_on():
         # It sleeps a second of the pause; nothing came for as long, at the least.
         assert float(paused) >= 1 and float(wait) >= 1
         assert 32 <= int(num_before) < 504
-    labels = re.findall(r"\d+-\d+ +(\S+)", shown)
+    labels = re.findall(r"^\W*\d+-\d+ +(\S+)", shown, re.MULTILINE)
     assert labels == ["default", "after-in_place", "after-in_place", "after-retract"]
 
 
