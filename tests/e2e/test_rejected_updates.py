@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.support.engines.probe import greedy, send, state
 from vllm.inflight.errors import (
@@ -18,6 +19,7 @@ from vllm.inflight.errors import (
     TransferFault,
     WeightsMismatch,
 )
+from vllm.inflight.trainer import Publisher
 
 pytestmark = pytest.mark.engine
 
@@ -71,6 +73,18 @@ def test_an_unknown_name_is_answered_with_the_nearest_ones(llm: Any, new: Path) 
     with pytest.raises(WeightsMismatch, match=r"nearest: model\.layers\.1\.mlp\.gate"):
         send(llm, new, rename=wrong)
         llm.finish_weight_update()
+
+
+def test_a_publisher_is_told_of_an_engine_that_has_another_backend(
+    llm: Any, new: Path
+) -> None:
+    before = state(llm)
+    with (
+        Publisher(llm, load_file(new / "model.safetensors")) as publisher,
+        pytest.raises(Malformed, match="engine has backend 'other': start"),
+    ):
+        publisher.publish("new")
+    assert state(llm) == before
 
 
 def test_a_truncated_file_changes_nothing(

@@ -286,7 +286,24 @@ class StagingThread(Background):
         try:
             return transport.parse_update_info(payload)
         except ValueError as error:
-            raise Malformed(str(error)) from error
+            raise Malformed(f"{error}{self._of_local(payload)}") from error
+
+    def _of_local(self, payload: object) -> str:
+        """What to do with files that were sent to an engine of another backend."""
+        configured = self._worker.vllm_config.weight_transfer_config
+        fields = LocalUpdateInfo.__dataclass_fields__.keys()
+        if (
+            configured is None
+            or issubclass(self._transport.update_info_cls, LocalUpdateInfo)
+            or not (isinstance(payload, dict) and payload and payload.keys() <= fields)
+        ):
+            return ""
+        return (
+            f"; this update_info is of backend 'local', as a Publisher sends it, and "
+            f"the engine has backend {configured.backend!r}: start the engine with "
+            """--weight-transfer-config '{"backend": "local"}', or send as its """
+            "backend does"
+        )
 
     def _compare(self, command: messages.Compare) -> None:
         """Receive what fills no parameter; the shadow weights are not written."""
