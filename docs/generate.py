@@ -22,7 +22,7 @@ from docs.gpu_runs import gpu_runs
 from docs.pause_plot import picture
 from docs.release_runs import releases
 from docs.tables import code, first_line, table
-from vllm.inflight import patch, release_fields
+from vllm.inflight import patch
 from vllm.inflight.api.server.flags import GROUP, add_flags
 from vllm.inflight.api.server.routes import ROUTES
 from vllm.inflight.cli import main as cli
@@ -36,6 +36,7 @@ from vllm.inflight.errors import (
 )
 from vllm.inflight.patch import api as doors
 from vllm.inflight.patch.records.attributes import ATTRIBUTES
+from vllm.inflight.releases import fields as release_fields
 from vllm.inflight.update import ACTIVE, MOVES, PAUSE_MOVES, STRICTNESS
 
 DOCS = Path(__file__).parent

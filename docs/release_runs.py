@@ -18,7 +18,13 @@ from docs.tables import table
 from vllm.inflight import patch
 from vllm.inflight.patch.records.private_names import OVERRIDES, PRIVATES
 from vllm.inflight.patch.records.record import Override, Patch, Private
-from vllm.inflight.releases import REFERENCE, SIGNATURES, SUPPORTED, differing, holds
+from vllm.inflight.releases.table import (
+    REFERENCE,
+    SIGNATURES,
+    SUPPORTED,
+    differing,
+    holds,
+)
 
 FILE = Path(__file__).with_name("release-runs.json")
 HEADER = ("vLLM", "records that fit", "adapted", "for other releases", "core tests")

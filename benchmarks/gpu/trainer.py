@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from vllm.plugins import load_general_plugins
 
 from benchmarks.shapes import num_ranks
-from vllm.inflight.releases import adapter
+from vllm.inflight.releases.table import adapter
 
 SPREAD = 0.02
 GPU = "BENCH_TRAINER_GPU"

@@ -22,7 +22,7 @@ from vllm.inflight import patch, upstream
 from vllm.inflight.api.server.routes import ROUTES
 from vllm.inflight.patch.records.attributes import ATTRIBUTES
 from vllm.inflight.patch.records.private_names import OVERRIDES, PRIVATES
-from vllm.inflight.releases import REFERENCE, SUPPORTED
+from vllm.inflight.releases.table import REFERENCE, SUPPORTED
 
 SETTLED = "settled"
 """The finding would break us, and an entry says how we deal with it."""

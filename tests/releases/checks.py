@@ -1,7 +1,7 @@
 """The checks of the audit: what of a release fits what our code uses of it.
 
 Each check compares a release with our records, or with the reference release. A
-difference that is neither in a table of `releases.py` nor settled would break us.
+difference that is neither in a table of `releases/table.py` nor settled would break us.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.releases.release import OURS, UPSTREAM, Release, is_meant, line_of
 from tests.releases.syntax import OUTSIDE, VALUE, Definition, Function, Module, assigned
 from vllm.inflight.attached import ATTRIBUTE
 from vllm.inflight.patch.records.record import Attribute, Override, Patch, Private
-from vllm.inflight.releases import SIGNATURES, differing, holds
+from vllm.inflight.releases.table import SIGNATURES, differing, holds
 
 FITS = "fits"
 DIFFERS = "differs"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm.inflight.releases import holds
+from vllm.inflight.releases.table import holds
 
 _WEIGHT_TRANSFER = "vllm.distributed.weight_transfer"
 _OPENAI = "vllm.entrypoints.openai"

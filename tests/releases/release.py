@@ -14,7 +14,7 @@ from typing import Any
 from tests.releases.syntax import Definition, Function, Module, Tree
 from tests.releases.wheel import ROOT
 from vllm.inflight import patch, upstream
-from vllm.inflight.releases import ADAPTERS, PLACES, differing, holds, number_of
+from vllm.inflight.releases.table import ADAPTERS, PLACES, differing, holds, number_of
 
 OURS = "vllm.inflight"
 UPSTREAM = f"{OURS}.upstream"

@@ -13,7 +13,7 @@ import sys
 
 from tests.releases.site import site_of
 from tests.releases.wheel import ROOT, NoWheelError
-from vllm.inflight.releases import SUPPORTED, installed
+from vllm.inflight.releases.table import SUPPORTED, installed
 
 OUT = ROOT / "out" / "releases"
 

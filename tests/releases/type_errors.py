@@ -21,7 +21,7 @@ from tests.releases.checks import BREAKS, FITS, Finding, made_by_ours
 from tests.releases.release import OURS, UPSTREAM, Release, is_meant
 from tests.releases.wheel import RELEASES
 from vllm.inflight.patch.records.record import Patch
-from vllm.inflight.releases import ADAPTERS
+from vllm.inflight.releases.table import ADAPTERS
 
 CONFIGURATION = f"""\
 [mypy]

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 
-from vllm.inflight.releases import installed
+from vllm.inflight.releases.table import installed
 
 ROOT = Path(__file__).parents[2]
 RELEASES = ROOT / "build" / "releases"

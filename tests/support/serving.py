@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from tests.support.preloaded_process import IS_ON_CPU, begin
-from vllm.inflight.releases import holds
+from vllm.inflight.releases.table import holds
 
 MAIN = "vllm.entrypoints.cli.main"
 NUM_KV_BLOCKS = 1024

@@ -25,7 +25,7 @@ from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine.counters import Counters
 from vllm.inflight.errors import BY_CODE
 from vllm.inflight.patch import api as patched_api
-from vllm.inflight.releases import holds
+from vllm.inflight.releases.table import holds
 from vllm.inflight.update import PAUSE_MOVES, Phase
 
 FILE = Path(__file__).with_name("public_surface.json")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from vllm.inflight.releases import PLACES, differing
+from vllm.inflight.releases.table import PLACES, differing
 
 if TYPE_CHECKING:
     # Types of upstream's objects, for annotations only: `upstream.Request`.
@@ -191,7 +191,7 @@ NAMES = {
     "WeightVersionSpan": "vllm.outputs:WeightVersionSpan",
     "RequestError": "vllm.outputs:RequestError",
     "EMPTY_CPU_TENSOR": "vllm.v1.engine.output_processor:EMPTY_CPU_TENSOR",
-    "get_watch_dog": "vllm.inflight.stand_ins:get_watch_dog",
+    "get_watch_dog": "vllm.inflight.releases.stand_ins:get_watch_dog",
     "envs": "vllm:envs",
     # front end
     "get_prometheus_registry": "vllm.v1.metrics.prometheus:get_prometheus_registry",

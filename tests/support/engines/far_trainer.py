@@ -21,7 +21,7 @@ from tests.support.models.sliced_source import Entry, SlicedSource
 from tests.support.ports import free_port
 from tests.support.preloaded_process import nursery
 from tests.support.transports.peers import HOST
-from vllm.inflight.releases import adapter
+from vllm.inflight.releases.table import adapter
 from vllm.inflight.transport.collective.trainer_engine import ShardMeta
 from vllm.inflight.transport.waiting import in_background
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from vllm.distributed.weight_transfer.base import ParamMeta
 
-from vllm.inflight.releases import adapter
+from vllm.inflight.releases.table import adapter
 
 _Source: Any = adapter("weight source")
 

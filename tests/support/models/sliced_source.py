@@ -9,7 +9,7 @@ import torch
 from vllm.distributed.weight_transfer.base import ParamMeta
 
 from tests.support.models.checkpoint_source import CheckpointSource
-from vllm.inflight.releases import adapter
+from vllm.inflight.releases.table import adapter
 from vllm.inflight.transport.buckets.tensor_slices import Shard
 from vllm.inflight.transport.collective.trainer_engine import ShardMeta
 

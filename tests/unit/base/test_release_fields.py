@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from vllm.inflight.errors import Malformed
-from vllm.inflight.release_fields import START, UPDATE_INFO, settled
+from vllm.inflight.releases.fields import START, UPDATE_INFO, settled
 
 
 @pytest.mark.parametrize(

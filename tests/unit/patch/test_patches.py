@@ -40,7 +40,7 @@ from vllm.inflight.patch.records.record import (
     problem_with,
     problem_with_attribute,
 )
-from vllm.inflight.releases import adapter, holds
+from vllm.inflight.releases.table import adapter, holds
 
 pytestmark = pytest.mark.seconds
 

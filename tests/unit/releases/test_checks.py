@@ -17,7 +17,7 @@ from tests.releases.records import Field, RestsOn
 from tests.releases.release import Release, functions_of
 from tests.unit.releases.packages import release
 from vllm.inflight.patch.records.record import Attribute, Override, Patch, Private
-from vllm.inflight.releases import ADAPTERS, PLACES, SIGNATURES
+from vllm.inflight.releases.table import ADAPTERS, PLACES, SIGNATURES
 
 _CORE = "vllm.engine:Core"
 FACTS: dict[str, Any] = {"why": "a test", "remove_when": "never"}

@@ -9,11 +9,17 @@ import pytest
 
 from docs import release_runs
 from tests.releases import site
-from vllm.inflight import releases, upstream
+from vllm.inflight import upstream
 from vllm.inflight.engine.scheduling.stamp_reports import RequestStamps
 from vllm.inflight.engine.scheduling.version_stamp import STAMP_FIELD
 from vllm.inflight.outputs.reply_state import ReplyState
-from vllm.inflight.releases import AS_IN_REFERENCE, REFERENCE, SUPPORTED, differing
+from vllm.inflight.releases import table
+from vllm.inflight.releases.table import (
+    AS_IN_REFERENCE,
+    REFERENCE,
+    SUPPORTED,
+    differing,
+)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +41,7 @@ from vllm.inflight.releases import AS_IN_REFERENCE, REFERENCE, SUPPORTED, differ
 def test_a_record_holds_from_its_first_release_until_before_the_other(
     since: str | None, before: str | None, release: str, holds: bool
 ) -> None:
-    assert releases.holds(since, before, release) is holds
+    assert table.holds(since, before, release) is holds
 
 
 def test_an_entry_holds_from_its_release_until_the_next_entry() -> None:
@@ -49,21 +55,21 @@ def test_an_entry_holds_from_its_release_until_the_next_entry() -> None:
 
 
 @pytest.mark.parametrize("release", SUPPORTED)
-@pytest.mark.parametrize("name", sorted(releases.ADAPTERS))
+@pytest.mark.parametrize("name", sorted(table.ADAPTERS))
 def test_every_release_has_an_adapter(
     name: str, release: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(releases, "installed", lambda: release)
-    assert isinstance(releases.adapter(name), type)
+    monkeypatch.setattr(table, "installed", lambda: release)
+    assert isinstance(table.adapter(name), type)
 
 
 def test_a_stand_in_exists_for_every_name_that_a_release_lacks() -> None:
-    places = [p for entries in releases.PLACES.values() for p in entries.values()]
+    places = [p for entries in table.PLACES.values() for p in entries.values()]
     ours = [p for p in places if isinstance(p, str) and p.startswith("vllm.inflight")]
     assert ours
     for place in ours:
         module, _, name = place.partition(":")
-        assert hasattr(releases.import_module(module), name), place
+        assert hasattr(table.import_module(module), name), place
 
 
 def output(name: str, *tokens: int, ended: str | None = None, **more: Any) -> Any:

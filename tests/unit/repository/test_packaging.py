@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from vllm.inflight.releases import SUPPORTED
+from vllm.inflight.releases.table import SUPPORTED
 
 pytestmark = pytest.mark.seconds
 

@@ -22,7 +22,7 @@ from tests.support.transports.peers import (
 from vllm.inflight import upstream
 from vllm.inflight.errors import ConfigError, TransferFault
 from vllm.inflight.patch import BACKENDS
-from vllm.inflight.releases import adapter
+from vllm.inflight.releases.table import adapter
 from vllm.inflight.trainer.sources import stream as sources
 from vllm.inflight.transport import base as transports
 from vllm.inflight.transport.base import StagedEngine

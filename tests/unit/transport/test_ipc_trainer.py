@@ -13,7 +13,7 @@ from tests.support.transports.host_memory import HostMemory
 from tests.support.transports.peers import digests, tensors
 from tests.unit.transport.test_ipc import receive, worker
 from vllm.inflight.errors import WrongPhase
-from vllm.inflight.releases import adapter
+from vllm.inflight.releases.table import adapter
 from vllm.inflight.transport.cuda_ipc.receiver_engine import IpcEngine
 from vllm.inflight.transport.cuda_ipc.trainer_engine import (
     IpcTrainer,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from vllm.distributed.weight_transfer.base import ParamMeta
 
-from vllm.inflight.releases import adapter
+from vllm.inflight.releases.table import adapter
 from vllm.inflight.transport.owned_source import OwnedSource
 
 TENSORS = {name: torch.full((2,), n) for n, name in enumerate("abcde")}

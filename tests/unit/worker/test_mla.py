@@ -7,7 +7,7 @@ import torch
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.utils import replace_parameter
 
-from vllm.inflight.releases import holds
+from vllm.inflight.releases.table import holds
 from vllm.inflight.worker.memory.arena import Arena
 from vllm.inflight.worker.model import mla
 from vllm.inflight.worker.model.support import difference

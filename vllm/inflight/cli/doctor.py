@@ -27,7 +27,7 @@ from vllm.inflight.config import (
 from vllm.inflight.errors import ConfigError, UpstreamChanged
 from vllm.inflight.patch import api as doors
 from vllm.inflight.patch.records.record import Patch, problem_with
-from vllm.inflight.releases import REFERENCE, SUPPORTED, installed
+from vllm.inflight.releases.table import REFERENCE, SUPPORTED, installed
 
 ENTRY_POINT = "inflight"
 ENTRY_POINT_GROUP = "vllm.general_plugins"

@@ -12,7 +12,7 @@ from types import ModuleType
 
 from vllm.inflight.errors import UpstreamChanged
 from vllm.inflight.patch.records.record import Patch, apply
-from vllm.inflight.releases import REFERENCE, SUPPORTED, is_between_releases
+from vllm.inflight.releases.table import REFERENCE, SUPPORTED, is_between_releases
 
 ALLOW_UNTESTED_ENV = "VLLM_INFLIGHT_ALLOW_UNTESTED"
 ALLOW_UNTESTED_FLAG = "--inflight-allow-untested"

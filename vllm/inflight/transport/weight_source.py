@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from vllm.inflight import upstream
-from vllm.inflight.releases import adapter
+from vllm.inflight.releases.table import adapter
 from vllm.inflight.trainer.sources import stream as sources
 from vllm.inflight.update import renamer
 

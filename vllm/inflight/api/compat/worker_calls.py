@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from vllm.inflight import release_fields, upstream
+from vllm.inflight import upstream
 from vllm.inflight.api.compat import pipelinerl
 from vllm.inflight.api.control.control import Control
 from vllm.inflight.api.control.core_client import Reply
@@ -22,6 +22,7 @@ from vllm.inflight.calls import StartUpdate
 from vllm.inflight.engine.compat import worker_calls
 from vllm.inflight.engine.compat.pipelinerl import RECEIVE
 from vllm.inflight.packed import BLOCK
+from vllm.inflight.releases import fields as release_fields
 
 DRAFT = {"format": 1, "draft": True}
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from vllm.inflight import release_fields, upstream
+from vllm.inflight import upstream
 from vllm.inflight.api.control.control import Control
 from vllm.inflight.api.control.core_client import (
     AsyncCoreClient,
@@ -26,6 +26,7 @@ from vllm.inflight.api.control.restore import restore
 from vllm.inflight.api.request.fields import opening
 from vllm.inflight.calls import ReadNames, ReleaseMemory, StartUpdate, UndoRelease
 from vllm.inflight.errors import Conflict, InflightError, Malformed
+from vllm.inflight.releases import fields as release_fields
 from vllm.inflight.worker.catalogue import unpacked
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from vllm.inflight.api.request.schema import OPENING, Schema
 from vllm.inflight.errors import Malformed
-from vllm.inflight.release_fields import ReleaseField, settled
+from vllm.inflight.releases.fields import ReleaseField, settled
 
 Default = TypeVar("Default", bool, None)
 Text = TypeVar("Text", str, None)
@@ -84,7 +84,7 @@ class Fields:
         return value
 
     def settle(self, table: Mapping[str, ReleaseField]) -> None:
-        """Take the fields of other releases of vLLM; see release_fields.py."""
+        """Take the fields of other releases of vLLM; see releases/fields.py."""
         self._left = settled(self._left, table)
 
     def default(self, name: str, value: object) -> None:

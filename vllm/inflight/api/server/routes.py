@@ -19,7 +19,7 @@ from fastapi.responses import JSONResponse
 from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.datastructures import State
 
-from vllm.inflight import release_fields, upstream
+from vllm.inflight import upstream
 from vllm.inflight.api.compat import framework_routes, pipelinerl, queries, sglang
 from vllm.inflight.api.control.control import Control
 from vllm.inflight.api.control.core_client import Reply
@@ -37,6 +37,7 @@ from vllm.inflight.api.server.openapi import TAGS, described, serve_docs_offline
 from vllm.inflight.api.server.start_log import log_start
 from vllm.inflight.calls import StartUpdate
 from vllm.inflight.errors import InflightError, UpstreamChanged
+from vllm.inflight.releases import fields as release_fields
 from vllm.inflight.update import MAX_MANIFEST_BYTES
 
 Handler = Callable[[Any, dict[str, Any]], Awaitable[Any]]

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from vllm.inflight import release_fields, upstream
+from vllm.inflight import upstream
 from vllm.inflight.calls import (
     AbortUpdate,
     Call,
@@ -30,6 +30,7 @@ from vllm.inflight.calls import (
 from vllm.inflight.engine.compat import pipelinerl
 from vllm.inflight.engine.context import EngineContext
 from vllm.inflight.errors import InflightError, Malformed
+from vllm.inflight.releases import fields as release_fields
 
 Answer = Any
 """The result of a call of the controller: an envelope, or a Future of one."""

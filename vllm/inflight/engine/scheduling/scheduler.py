@@ -24,7 +24,7 @@ from vllm.inflight.engine.scheduling.scheduler_state import SchedulerState
 from vllm.inflight.engine.scheduling.step_state import StepState
 from vllm.inflight.engine.scheduling.version_stamp import Stamp
 from vllm.inflight.engine.scheduling.waiting import WaitingRequests
-from vllm.inflight.releases import adapter
+from vllm.inflight.releases.table import adapter
 from vllm.inflight.update import Version
 
 

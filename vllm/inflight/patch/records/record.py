@@ -17,7 +17,7 @@ from typing import Any
 
 from vllm.inflight.attached import ATTRIBUTE, Attached
 from vllm.inflight.errors import UpstreamChanged
-from vllm.inflight.releases import SIGNATURES, differing, holds
+from vllm.inflight.releases.table import SIGNATURES, differing, holds
 
 Original = Callable[..., Any]
 """The function of upstream that a patch replaces, with any parameters."""

@@ -136,7 +136,7 @@ class BroadcastEngine(StagedEngine):
     device_type: ClassVar[str]
 
     packed: ClassVar[bool] = True
-    """Tensors travel in buckets; see release_fields.py."""
+    """Tensors travel in buckets; see releases/fields.py."""
     timeout_s = 0.0
     """Longest wait for each bucket, in seconds; from `init_info`."""
 

@@ -14,7 +14,7 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.errors import Cancelled
-from vllm.inflight.releases import adapter
+from vllm.inflight.releases.table import adapter
 from vllm.inflight.trainer.sources.stream import gathering
 from vllm.inflight.transport.buckets.sender import Sender
 from vllm.inflight.transport.buckets.tensor_list import Pair, TensorList

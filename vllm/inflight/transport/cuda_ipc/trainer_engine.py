@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 
 from vllm.inflight import upstream
 from vllm.inflight.errors import InflightError
-from vllm.inflight.releases import adapter
+from vllm.inflight.releases.table import adapter
 from vllm.inflight.trainer.sources.stream import gathering
 from vllm.inflight.transport.buckets.tensor_list import Pair, TensorList
 from vllm.inflight.transport.collective.trainer_engine import join_gathering

@@ -27,7 +27,7 @@ from vllm.inflight.errors import (
 )
 from vllm.inflight.messages import Status
 from vllm.inflight.packed import is_packed, unpack
-from vllm.inflight.release_fields import UPDATE_INFO, settled
+from vllm.inflight.releases.fields import UPDATE_INFO, settled
 from vllm.inflight.transport.base import StagedEngine
 from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.transport.collective.nccl import still_writes

@@ -206,7 +206,7 @@ SIGNATURES: dict[str, dict[str, tuple[str, ...] | None]] = {
 """Target of a record → its parameters, where they differ from those in the record.
 None where the release lacks the method and we add it."""
 
-_STAND_INS = "vllm.inflight.stand_ins"
+_STAND_INS = "vllm.inflight.releases.stand_ins"
 
 PLACES: dict[str, dict[str, str]] = {
     "get_watch_dog": {"0.33.0": "vllm.utils.watch_dog:get_watch_dog"},

@@ -1,0 +1,1 @@
+"""How the releases of vLLM differ."""
