@@ -28,6 +28,7 @@ from vllm.inflight.errors import Malformed
 from vllm.inflight.tensor_names import Known
 from vllm.inflight.transport.files.safetensors_files import TensorFiles
 from vllm.inflight.update import DRAFT
+from vllm.inflight.worker.model.drafter import has_mtp
 from vllm.inflight.yielding import with_breaks
 
 Shape = tuple[int, ...]
@@ -59,9 +60,11 @@ class StartCheckpoint:
     def of(cls, vllm_config: upstream.VllmConfig) -> Self:
         """The start checkpoint of an engine that was just loaded."""
         loading, drafting = vllm_config.load_config, vllm_config.speculative_config
+        # Tensors of MTP layers come among those of the model, under their own names.
+        is_apart = drafting is not None and not has_mtp(vllm_config)
         configs = {
             "": vllm_config.model_config,
-            DRAFT: getattr(drafting, "draft_model_config", None),
+            DRAFT: drafting.draft_model_config if is_apart else None,
         }
         # If nothing was loaded, the model may differ from the checkpoint in the folder.
         is_other = loading.load_format == "dummy" and configs[""].hf_overrides
