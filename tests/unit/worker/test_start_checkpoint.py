@@ -8,26 +8,108 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.verify.start_checkpoint import StartCheckpoint
 
 
-def config_of(folder: Path, drafting: Any) -> Any:
-    model = SimpleNamespace(model=str(folder), hf_overrides=None)
-    loading = SimpleNamespace(load_format="auto", download_dir=None)
-    return SimpleNamespace(
-        model_config=model, load_config=loading, speculative_config=drafting
+def origin(
+    model: str,
+    draft: str | None = None,
+    load_format: str = "auto",
+    hf_overrides: Any = None,
+    method: str = "eagle3",
+) -> StartCheckpoint:
+    def config(path: str) -> SimpleNamespace:
+        return SimpleNamespace(model=path, revision=None, hf_overrides=hf_overrides)
+
+    drafting = draft and SimpleNamespace(
+        draft_model_config=config(draft), method=method
+    )
+    return StartCheckpoint.of(
+        SimpleNamespace(
+            load_config=SimpleNamespace(download_dir=None, load_format=load_format),
+            model_config=config(model),
+            speculative_config=drafting,
+        )
     )
 
 
-@pytest.mark.parametrize(
-    ("method", "expected"),
-    [("mtp", {"model.norm"}), ("eagle3", {"model.norm", "draft.model.norm"})],
-)
-def test_tensors_of_a_drafter_have_names_of_their_own_only_in_a_checkpoint_of_its_own(
-    tmp_path: Path, method: str, expected: set[str]
-) -> None:
-    save_file({"model.norm": torch.ones(2)}, tmp_path / "model.safetensors")
-    drafter = SimpleNamespace(model=str(tmp_path), revision=None)
-    drafting = SimpleNamespace(method=method, draft_model_config=drafter)
-    found = StartCheckpoint.of(config_of(tmp_path, drafting))
-    assert found.known.keys() == expected
+def written(folder: Path, **files: str) -> str:
+    folder.mkdir()
+    for file, name in files.items():
+        save_file({name: torch.zeros(1)}, folder / f"{file}.safetensors")
+    return str(folder)
+
+
+def test_all_checkpoint_files_are_read_and_a_drafters_names_get_a_prefix(
+    tmp_path: Path,
+):
+    model = written(tmp_path / "model", one="a.weight", two="b.weight")
+    draft = written(tmp_path / "draft", one="c.weight")
+    found = origin(model, draft)
+    assert all(name in found for name in ("a.weight", "b.weight", "draft.c.weight"))
+    assert all(name not in found for name in ("c.weight", "draft.a.weight", "a"))
+
+
+def test_tensors_of_mtp_layers_have_no_second_names(tmp_path: Path):
+    model = written(tmp_path / "model", one="a.weight")
+    assert origin(model, model, method="mtp").known.keys() == {"a.weight"}
+
+
+def test_an_invalid_file_does_not_hide_the_names_of_other_files(tmp_path: Path):
+    model = Path(written(tmp_path / "model", one="a.weight"))
+    (model / "zero.safetensors").write_bytes(b"")
+    assert "a.weight" in origin(str(model))
+
+
+def test_a_checkpoint_that_is_not_on_this_host_has_no_names(tmp_path: Path):
+    for model in ("someone/no-such-model", "s3://bucket/model", str(tmp_path / "gone")):
+        assert "a.weight" not in origin(model)
+
+
+@pytest.mark.parametrize("load_format", ["sharded_state", "runai_streamer_sharded"])
+def test_checkpoints_saved_per_rank_have_no_known_names(
+    tmp_path: Path, load_format: str
+):
+    model = written(tmp_path / "model", one="a.weight")
+    assert not origin(model, load_format=load_format)
+
+
+def test_names_of_the_folder_are_unknown_if_a_dummy_model_was_changed(
+    tmp_path: Path,
+):
+    model = written(tmp_path / "model", one="a.weight")
+    assert "a.weight" in origin(model, load_format="dummy")
+    assert not origin(model, load_format="dummy", hf_overrides={"hidden_size": 8})
+    assert "a.weight" in origin(model, hf_overrides={"rope_theta": 8})
+
+
+def test_shapes_are_known_where_files_agree(tmp_path: Path):
+    for file, shapes in {"one": [(2, 3), (4,)], "two": [(2, 3), (5,)]}.items():
+        tensors = dict(zip(("a", "b"), map(torch.zeros, shapes), strict=True))
+        save_file(tensors, tmp_path / f"{file}.safetensors")
+    found = origin(str(tmp_path))
+    assert found.shape("a") == (2, 3)
+    assert "b" in found
+    assert found.shape("b") is None
+    assert found.shape("c") is None
+
+
+def test_the_start_checkpoint_keeps_its_names_after_a_file_is_overwritten(
+    tmp_path: Path,
+):
+    """A trainer may save its next version over it."""
+    model = written(tmp_path / "model", one="a.weight")
+    found = origin(model)
+    save_file({"b.weight": torch.zeros(2)}, tmp_path / "model" / "one.safetensors")
+    assert "a.weight" in found
+    assert "b.weight" not in found
+
+
+@pytest.mark.parametrize("has_some", [False, True])
+def test_a_tensor_may_be_unused_only_if_no_rank_has_part_of_it(has_some: bool):
+    shadow: Any = SimpleNamespace(
+        start_checkpoint=StartCheckpoint({"a": (1,)}), _has_some=has_some
+    )
+    assert ShadowModel.may_idle(shadow, "a") is not has_some
+    assert not ShadowModel.may_idle(shadow, "b")
