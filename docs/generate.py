@@ -60,10 +60,15 @@ def flags() -> str:
     add_flags(parser)
     (group,) = (g for g in parser._action_groups if g.title == GROUP)
     rows = (
-        [code(f"{a.option_strings[0]} {a.metavar or 'KEY'}"), str(a.help)]
+        [code(f"{a.option_strings[0]} {_value(a)}".strip()), str(a.help)]
         for a in group._group_actions
     )
     return table(["flag", "what it does"], rows)
+
+
+def _value(flag: argparse.Action) -> str:
+    """What follows a flag on the command line; nothing if it has no value."""
+    return "" if flag.nargs == 0 else f"{flag.metavar or 'KEY'}"
 
 
 def commands() -> str:

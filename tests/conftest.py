@@ -54,13 +54,16 @@ def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
     """Leave out the tests of what the installed release of vLLM does not have."""
-    from vllm.inflight.releases.table import holds
+    from vllm.inflight.releases.table import holds, installed
 
     def is_meant(item: pytest.Item) -> bool:
         since, before = (
             item.get_closest_marker("since"),
             item.get_closest_marker("before"),
         )
+        lacking = item.get_closest_marker("lacking")
+        if lacking is not None and installed() in lacking.args:
+            return False
         return holds(
             None if since is None else since.args[0],
             None if before is None else before.args[0],

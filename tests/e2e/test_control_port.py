@@ -56,7 +56,8 @@ def test_an_update_goes_through_the_control_port_alone(
     assert reply.json()["success"] is True, reply.text
     text = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4}
     asked = {"Authorization": f"Bearer {API_KEY}"}
-    said = httpx.post(server.url + "/v1/completions", json=text, headers=asked)
+    url = server.url + "/v1/completions"
+    said = httpx.post(url, json=text, headers=asked, timeout=60)
     assert said.status_code == 200, said.text
     (choice,) = said.json()["choices"]
     assert choice["weight_versions"][0]["epoch"] == reply.json()["epoch"]

@@ -292,12 +292,14 @@ def drafted(old: Path, new: Path) -> dict[str, Any]:
     return run_script("drafts", old, new)
 
 
+@pytest.mark.lacking("0.30.0")  # vLLM's own CPU build cannot sample drafts there
 def test_drafts_of_speculative_decoding_go_on(drafted: dict[str, Any]) -> None:
     assert drafted["drafts"] > 0, "nothing was drafted"
     for mode in MODES:
         assert drafted[mode] == drafted["alone"]
 
 
+@pytest.mark.lacking("0.30.0")
 def test_an_engine_that_looks_drafts_up_is_updated(
     drafted: dict[str, Any], start: Callable[..., Any], new: Path
 ) -> None:

@@ -80,7 +80,9 @@ class Server:
         with self._probe:
             while time.monotonic() < deadline:
                 if self._process.poll() is not None:
-                    raise RuntimeError(f"vllm serve ended at start:\n{self.log()}")
+                    said = self.log()
+                    self.stop()
+                    raise RuntimeError(f"vllm serve ended at start:\n{said}")
                 try:
                     if self.client.get("/health").status_code == 200:
                         return self

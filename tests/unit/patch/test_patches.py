@@ -40,7 +40,7 @@ from vllm.inflight.patch.records.record import (
     problem_with,
     problem_with_attribute,
 )
-from vllm.inflight.releases.table import adapter, holds
+from vllm.inflight.releases.table import adapter, holds, installed
 
 pytestmark = pytest.mark.seconds
 
@@ -62,13 +62,21 @@ STATES = """if True:
     import _vllm_inflight_boot
     _vllm_inflight_boot._open()
     from vllm.inflight import patch
-    from vllm.inflight.patch.records.record import MARK, locate, plain, problem_with
+    from vllm.inflight.patch.records.record import (
+        MARK, expected_of, locate, plain, problem_with
+    )
+
+    def state(record):
+        if wrong := problem_with(record):
+            return wrong, False, None
+        owner, name, found = locate(record.target)
+        if found is None and expected_of(record) is None:  # a value has no mark
+            return None, name in vars(owner), None
+        function = plain(found)
+        return None, getattr(function, MARK, None) == record.target, id(function)
 
     def states():
-        for record in patch.all_patches():
-            wrong = problem_with(record)
-            found = None if wrong else plain(locate(record.target)[2])
-            yield wrong, getattr(found, MARK, None) == record.target, id(found)
+        return map(state, patch.all_patches())
 
     def show():
         print(json.dumps(list(states())))
@@ -461,14 +469,16 @@ def test_vllm_does_not_start_with_a_changed_signature():
 
 
 def test_an_untested_release_starts_loudly():
+    untested = f"{installed().rpartition('.')[0]}.99"
     done = run(
         "-c",
         "import vllm.plugins as plugins, vllm.version\n"
-        "vllm.version.__version__ = '0.32.99'\nplugins.load_general_plugins()",
+        f"vllm.version.__version__ = '{untested}'\nplugins.load_general_plugins()",
         env={patch.ALLOW_UNTESTED_ENV: "1"},
     )
     assert done.returncode == 0, done.stderr
-    assert "vLLM 0.32.99 was not tested with vllm-inflight" in done.stdout + done.stderr
+    told = f"vLLM {untested} was not tested with vllm-inflight"
+    assert told in done.stdout + done.stderr
 
 
 def test_vllm_does_not_start_in_an_untested_release():

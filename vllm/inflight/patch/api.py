@@ -8,6 +8,8 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
+from fastapi import FastAPI
+
 from vllm.inflight import upstream
 from vllm.inflight.api.compat import pipelinerl
 from vllm.inflight.api.control import methods
@@ -65,6 +67,17 @@ def _with_routes(original: Original) -> Any:
         return plugins
 
     return load_endpoint_plugins
+
+
+def _in_place(original: Original) -> Any:
+    def attach_endpoint_plugins(app: FastAPI, supported_tasks: tuple[str, ...]) -> None:
+        from vllm.inflight.api.server.plugin_routes import in_place
+
+        earlier = list(app.routes)
+        original(app, supported_tasks)
+        app.router.routes[:] = in_place(app.routes, earlier)
+
+    return attach_endpoint_plugins
 
 
 def _heard(original: Original) -> Any:
@@ -235,6 +248,14 @@ PATCHES = [
         why="the control routes are added without an entry in VLLM_PLUGINS",
         remove_when="upstream loads the endpoints of a general plugin",
         around=_with_routes,
+    ),
+    Patch(
+        target="vllm.entrypoints.launchers.app:attach_endpoint_plugins",
+        expects=("app", "supported_tasks"),
+        why="upstream's routes hide those of a plugin before 0.32",
+        remove_when="0.32 is the oldest supported release",
+        around=_in_place,
+        before="0.32.0",
     ),
     Patch(
         target=f"{_ASYNC}.check_health",

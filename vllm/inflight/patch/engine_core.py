@@ -92,7 +92,7 @@ def _is_sync_point(core: upstream.EngineCore) -> bool:
 
 
 def _is_32nd_step(core: upstream.EngineCore) -> bool:
-    """The same before 0.32, where the interval is a constant of upstream's."""
+    """The same before 0.30, where the interval is a constant of upstream's."""
     return not core.step_counter % 32
 
 
@@ -310,7 +310,7 @@ PATCHES = [
         why="data-parallel engines that step together commit and continue at one step",
         remove_when="upstream commits versions at its data-parallel sync points",
         around=_meet,
-        since="0.32.0",
+        since="0.30.0",
     ),
     Patch(
         target="vllm.v1.engine.core:DPEngineCoreProc._has_global_unfinished_reqs",
@@ -318,7 +318,7 @@ PATCHES = [
         why="data-parallel engines that step together commit and continue at one step",
         remove_when="upstream commits versions at its data-parallel sync points",
         around=partial(_meet, is_sync_point=_is_32nd_step),
-        before="0.32.0",
+        before="0.30.0",
     ),
     Patch(
         target="vllm.v1.engine.core:DPEngineCoreProc._pause_complete",

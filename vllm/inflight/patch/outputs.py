@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 from vllm.inflight import upstream
@@ -222,7 +223,7 @@ def _ended_raises(original: Callable[..., Any]) -> Callable[..., Any]:
         if pooling_output is not None:
             error = _error_of(finish_reason, stop_reason)
         if error is not None and self.queue is not None:
-            self.queue.put(upstream.GenerationError(error.message))
+            self.queue.put(_raised(error))
             return None
         made = original(
             self,
@@ -239,6 +240,14 @@ def _ended_raises(original: Callable[..., Any]) -> Callable[..., Any]:
         return made
 
     return make_request_output
+
+
+def _raised(error: upstream.RequestError) -> Exception:
+    """What the caller of a pooling request gets. A client can retry a 503."""
+    if not error.retryable:
+        return upstream.GenerationError(error.message)
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+    return upstream.GracefulHTTPError(error.message, status)
 
 
 def _error_of(

@@ -7,6 +7,7 @@ out-of-band writes.
 
 from __future__ import annotations
 
+import re
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -27,6 +28,7 @@ from vllm.inflight.errors import (
     EngineFault,
     InflightError,
     StagingUnavailable,
+    UpstreamChanged,
     WeightsMismatch,
 )
 from vllm.inflight.messages import Command, State, Status, command_to_dict
@@ -40,6 +42,14 @@ MOST_UNREAD = 4
 
 A rank has room for ten replies and blocks when there is none. A step reads the replies
 that come before its own."""
+
+CHECK_WORKERS = (
+    "Run `vllm-inflight doctor` in the environment of each worker, with Ray on each "
+    "node: vllm-inflight has to be installed there, and VLLM_PLUGINS has to be unset "
+    "or to name inflight. If it is so, look for 'Failed to load plugin inflight' in "
+    "the log of the workers"
+)
+"""What to do where a worker process lacks the changes of this package."""
 
 
 class Ranks:
@@ -115,7 +125,16 @@ class Ranks:
 
     def _attached(self, num_ranks: int) -> list[dict[str, Any]]:
         """What each rank supports; empty if a rank cannot open the status board."""
-        replies = self._raw("inflight_attach", self._board.path, num_ranks)
+        try:
+            replies = self._raw("inflight_attach", self._board.path, num_ranks)
+        except Exception as error:
+            if not _lacks("inflight_attach", error):
+                raise
+            raise UpstreamChanged(
+                "a worker process did not load the plugin of vllm-inflight. "
+                f"{CHECK_WORKERS}.",
+                remedy=f"{CHECK_WORKERS}.",
+            ) from error
         for rank, reply in enumerate(replies):
             if "error" in reply:
                 self.reason = (
@@ -308,6 +327,12 @@ class Ranks:
             method, timeout=timeout, args=args
         )
         return replies
+
+
+def _lacks(method: str, error: Exception) -> bool:
+    """Whether the error of an RPC is that a worker has no such method."""
+    told = rf"no attribute '{method}'|'{method}' is not implemented"
+    return re.search(told, str(error)) is not None
 
 
 def _stop(replies: object) -> NoReturn:
