@@ -59,6 +59,7 @@ class Life(RuleBasedStateMachine):
         self.aborted: set[str] = set()
         self.retracted: dict[str, int] = {}
         self.waiting: list[Future[Any]] = []
+        self.committing: Future[Any] | None = None
         self.labels = 0
         self.label_of = {"default": 0}
 
@@ -130,10 +131,11 @@ class Life(RuleBasedStateMachine):
         label = f"v{self.labels}"
         alive, running = self.alive(), self.running()
         body = {"weight_version": label, "mode": mode, "flush_cache": flush}
-        asked_before = list(self.waiting)
+        is_asked = self.committing is not None and not self.committing.done()
         answer = self.ask("commit", **body)
-        if answer in asked_before:
+        if is_asked:
             return  # the commit that waits, whatever mode it is asked for in now
+        self.committing = answer if isinstance(answer, Future) else None
         if self.is_refused(answer):
             assert call(self.core, "status")["active"]["phase"] == "staged"
             return
