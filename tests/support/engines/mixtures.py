@@ -1,12 +1,12 @@
 """Mixtures of two checkpoints: as a folder of their own, and as a subset of one."""
 
 import shutil
-import torch
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.engines import oracle

@@ -328,8 +328,8 @@ class StagingWorker:
                 return self._scrub.slice()
             found = self._scrub.result()
             marks = found.pop("marks")
-            if self._marks[0] is None:
-                self._marks[0] = marks  # of the start: what comes later is compared
+            # Of the start, and of what staging left out: what comes later is compared.
+            self._marks[0] = marks | (self._marks[0] or {})
             self._scrub = None
             return found
 
