@@ -109,8 +109,8 @@ def test_an_update_is_shown_and_aborted(client: ControlClient, running: Server) 
 def test_a_pause_is_renewed_and_ends_with_its_block(
     client: ControlClient, running: Server
 ) -> None:
-    with client.pause(lease_s=3, owner="me") as pause:
-        time.sleep(4)
+    with client.pause(lease_s=6, owner="me") as pause:
+        time.sleep(7)
         assert client.is_paused() and pause.lost is None
         assert client.pause_state()["leases_expired"] == 0
         with pytest.raises(httpx.TimeoutException):
@@ -125,10 +125,10 @@ def test_requests_that_arrive_in_a_block_outlive_its_renewals(
     client: ControlClient, running: Server
 ) -> None:
     with ThreadPoolExecutor() as pool:
-        with client.pause("abort", lease_s=3, owner="me") as pause:
+        with client.pause("abort", lease_s=6, owner="me") as pause:
             reply = pool.submit(generated, running, 4)
             until(lambda: client.pause("abort", owner="me").reply["num_waiting"])
-            time.sleep(4)  # longer than the lease, and several renewals
+            time.sleep(7)  # longer than the lease, and several renewals
             assert not reply.done() and pause.lost is None
         choice = reply.result()
     assert choice["finish_reason"] == "length"

@@ -64,6 +64,11 @@ class Reference:
             start = end
 
 
+NOISE = 1e-3
+"""By which log-probabilities of two implementations differ in float32. Of two tokens
+that are as likely, either may be sampled."""
+
+
 def unlikely(
     reference: Reference, life: Mapping[str, Any], mode: str
 ) -> list[tuple[int, int]]:
@@ -87,7 +92,7 @@ def unlikely(
             found += [
                 (number, start + place)
                 for place, (logprobs, label) in enumerate(zip(steps, by, strict=True))
-                if logprobs[label].argmax().item() != said[place]
+                if logprobs[label].max() - logprobs[label][said[place]] > NOISE
             ]
     return found
 
