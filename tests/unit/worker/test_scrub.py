@@ -177,6 +177,23 @@ def test_an_error_while_a_slice_is_read_is_no_difference(monkeypatch):
         assert judged([sets.stager.scrub("result")])["different"] == []
 
 
+def test_a_parameter_that_staging_left_out_is_compared_with_its_first_reading():
+    """As a packed weight of the CPU build that its loader computes."""
+    with Arena.open(HOST, 1 << 26) as arena:
+        sets = Sets(arena, kind=Model, first=version(0))
+        sets.shadow.asks_loader = True
+        sets.stage(version(1).items())
+        sets.stager.flip()
+        del sets.stager._marks[0]["computed"]
+        for unknown, different in ((["computed"], []), ([], []), ([], ["computed"])):
+            sets.stager.scrub("begin")
+            told = judged([sets.stager.scrub("result")])
+            assert (told["unknown"], told["different"]) == (unknown, different)
+            if not unknown:
+                param = sets.live.get_parameter("computed")
+                param.data.view(-1).view(torch.int32)[-1] ^= 1
+
+
 def test_the_scrub_after_one_that_a_flip_ended_reads_what_the_flip_left_live():
     with Arena.open(HOST, 1 << 26) as arena:
         sets = Sets(arena, kind=Model, first=version(0))
