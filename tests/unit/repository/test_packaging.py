@@ -135,6 +135,8 @@ def test_the_installed_names_are_the_promised_ones():
     assert not allowed.contains(f"0.{int(oldest.split('.')[1]) - 1}.9")
     assert not allowed.contains(f"0.{int(newest.split('.')[1]) + 1}.0")
     assert version("vllm").partition("+")[0] in SUPPORTED
+    # Continuous integration tests the installed one, and this one.
+    assert f"make test-releases V={oldest} " in (ROOT / ".ci/run").read_text()
 
 
 def test_the_editable_install_leaves_upstreams_package_in_its_place():
