@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import re
 import xml.etree.ElementTree as ET
 from collections import Counter
 from datetime import date
@@ -39,8 +40,10 @@ ON_CPU = {
 }
 """GPU test file → what proves the same on the CPU, if it has another name."""
 
-NEEDS_TWO = ("device_count() < 2", "tests.support.gpu.ranked")
-"""Text of a file whose tests are skipped on one GPU."""
+GPUS = re.compile(r"device_count\(\) < (\d)")
+"""In a file whose tests are skipped on fewer; the first one is that of most tests."""
+RANKED = "tests.support.gpu.ranked"
+"""In a file whose engines have two ranks."""
 
 Runs = dict[str, dict[str, Any]]
 
@@ -103,9 +106,15 @@ def _row(file: Path, runs: Runs) -> list[str]:
         code(file.name),
         proves,
         _on_cpu(file),
-        "2" if any(word in text for word in NEEDS_TWO) else "1",
+        _num_gpus(text),
         _last(runs.get(str(file.relative_to(ROOT)))),
     ]
+
+
+def _num_gpus(text: str) -> str:
+    if (found := GPUS.search(text)) is not None:
+        return found[1]
+    return "2" if RANKED in text else "1"
 
 
 def _on_cpu(file: Path) -> str:

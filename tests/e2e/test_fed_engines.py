@@ -22,17 +22,18 @@ CODES = {"files": "malformed"}
 def feed(kind: str, old: Path, new: Path, *sources: str) -> None:
     """Feed an engine of this kind from each source, and check all that is seen."""
     seen = run_script("fed_engine", kind, old, new, *sources)
-    num_ranks = 2 if kind == "two_engines" else 1
-    (of_new,), of_old = seen["fresh"], seen["old"][0]
-    assert of_new != of_old and of_new.keys() == of_old.keys()
-    assert seen["old"] == [of_old] * num_ranks
+    num_engines = 2 if kind == "two_engines" else 1
+    of_new, of_old = seen["fresh"] * num_engines, seen["old"]
+    for rank, before in zip(of_new, of_old, strict=True):
+        assert rank != before and rank.keys() == before.keys()
+    assert of_old == of_old[: len(seen["fresh"])] * num_engines
     assert seen["tokens"] != seen["old tokens"]
     for source in sources:
         told: dict[str, Any] = seen[source]
         for moment in ("sent", "sent again"):
-            assert told[moment] == [of_new] * num_ranks, (source, moment)
+            assert told[moment] == of_new, (source, moment)
         for moment in ("rolled back", "after a refusal", "rolled back again"):
-            assert told[moment] == [of_old] * num_ranks, (source, moment)
+            assert told[moment] == of_old, (source, moment)
         assert told["refused"] == CODES.get(source, "weights_mismatch"), source
         assert told["tokens"] == seen["tokens"], source
         assert told["old tokens"] == seen["old tokens"], source

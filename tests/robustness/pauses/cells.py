@@ -26,6 +26,9 @@ SHORT, LONG, STRUCTURED, SEVERAL, PROMPT = (
     *("short", "long", "structured", "several", "prompt"),
 )
 ADAPTER, DRAFTED, EXPERTS, QUANTISED = "adapter", "drafted", "experts", "quantised"
+SHARED_OUT = "shared_out"
+"""Experts that two data-parallel engines share out; its cells are listed by tests/gpu,
+and not by this table."""
 WORKLOADS = (
     *(SHORT, LONG, STRUCTURED, SEVERAL, PROMPT),
     *(ADAPTER, DRAFTED, EXPERTS, QUANTISED),
@@ -60,7 +63,7 @@ class Cell:
     @property
     def model(self) -> str:
         """The model whose engine runs it."""
-        special = (ADAPTER, DRAFTED, EXPERTS, QUANTISED)
+        special = (ADAPTER, DRAFTED, EXPERTS, QUANTISED, SHARED_OUT)
         return self.workload if self.workload in special else DENSE
 
     @property

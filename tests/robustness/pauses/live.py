@@ -75,11 +75,17 @@ class Choice:
 
 @dataclass
 class Stream:
-    """A request and its client."""
+    """A request and its client.
+
+    Attributes:
+        engine: the number of the data-parallel engine that runs it.
+
+    """
 
     prompt: list[int]
     params: Any
     choices: list[Choice]
+    engine: int = 0
     prompt_logprobs: list[float] = field(default_factory=list)
     future: Future[None] = field(default_factory=Future)
 
@@ -97,6 +103,8 @@ class Stream:
 class Live:
     """An `AsyncLLM`; its methods block.
 
+    Data-parallel engines take turns at the requests.
+
     Args:
         folder: the weights that it starts with.
         **options: of the engine.
@@ -112,6 +120,7 @@ class Live:
         self._thread.start()
         self._commit: dict[str, Any] = {}
         self._number = 0
+        self.num_engines: int = options.get("data_parallel_size", 1)
         args = AsyncEngineArgs(model=folder, **options)
 
         async def start() -> Any:
@@ -165,7 +174,8 @@ class Live:
     # ------------------------------------------------------------------ requests
     def send(self, prompt: list[int], params: Any, lora: Any = None) -> Stream:
         """Begin a request; its client reads until it ends."""
-        stream = Stream(prompt, params, [Choice() for _ in range(params.n)])
+        engine = self._number % self.num_engines
+        stream = Stream(prompt, params, [Choice() for _ in range(params.n)], engine)
         self._number += 1
         stream.future = self.later(self._read(stream, f"r{self._number}", lora))
         return stream
@@ -175,8 +185,9 @@ class Live:
 
         is_delta = stream.params.output_kind is RequestOutputKind.DELTA
         inputs = {"prompt_token_ids": stream.prompt}
+        rank = stream.engine if self.num_engines > 1 else None
         async for output in self.engine.generate(
-            inputs, stream.params, name, lora_request=lora
+            inputs, stream.params, name, lora_request=lora, data_parallel_rank=rank
         ):
             rows = output.prompt_logprobs or []
             if len(rows) > len(stream.prompt_logprobs):
@@ -227,7 +238,8 @@ def live(folder: str, *, device: str, **options: Any) -> Iterator[Live]:
         # Triton's products in float32 would be TF32, and the noise of versions' size.
         "TRITON_F32_DEFAULT": "ieee",
     }
-    if device == "cpu" and options.get("tensor_parallel_size", 1) > 1:
+    sizes = (options.get(f"{way}_parallel_size", 1) for way in ("tensor", "data"))
+    if device == "cpu" and max(sizes) > 1:
         variables[CPU_BIND] = "0|1"
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)

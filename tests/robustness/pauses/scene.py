@@ -29,7 +29,7 @@ SETTLED_S = 0.3
 GROUPS = 40
 REGEX = rf"([0-9]{{3}}-){{{GROUPS}}}[a-f]{{12}}"
 EOS = 256
-NUM_TOKENS = {cells.LONG: 1600}
+NUM_TOKENS = {cells.LONG: 1600, cells.SHARED_OUT: 400}
 USUAL_NUM_TOKENS = 160
 BEGUN = {cells.LONG: 500, cells.PROMPT: 1}
 """Tokens of each running request when the pause or the commit comes."""
@@ -344,13 +344,15 @@ class Scene:
             self._is_of_the_live_version(stream)
 
     def _serves_on(self) -> None:
-        """A new request is served by the version that is now live."""
+        """New requests are served by the version that is now live, by each engine."""
         prompt, params = prompt_of(cells.SHORT, 40), params_of(self.cell.workload, 40)
         if self.cell.workload != cells.STRUCTURED:
             params.max_tokens = 40
-        stream = self.live.send(prompt, params, self.subject.lora)
-        self.live.wait([stream])
-        self._is_of_the_live_version(stream)
+        lora, num_engines = self.subject.lora, self.live.num_engines
+        sent = [self.live.send(prompt, params, lora) for _ in range(num_engines)]
+        self.live.wait(sent)
+        for stream in sent:
+            self._is_of_the_live_version(stream)
 
     def _is_of_the_live_version(self, stream: Stream) -> None:
         """All of a request that began after the change."""

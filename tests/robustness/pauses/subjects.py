@@ -75,6 +75,14 @@ KINDS = {
     ),
     cells.DRAFTED: Kind(shape={"family": "llama", "hidden": 256}, noise=STEEP),
     cells.EXPERTS: Kind(shape={"family": "mixtral_unrouted"}),
+    cells.SHARED_OUT: Kind(
+        shape={"family": "mixtral_unrouted"},
+        options={
+            "data_parallel_size": 2,
+            "enable_expert_parallel": True,
+            "max_num_seqs": NUM_AT_ONCE // 2,
+        },
+    ),
     cells.QUANTISED: Kind(
         shape={"hidden": 256},
         dtype={"cpu": "bfloat16", "cuda": "bfloat16"},
@@ -150,8 +158,9 @@ def begin(
     trainer = None
     if backend != "other":
         options = {"packed": True} if backend == "nccl" else {}
+        num_workers = ranks * engine.num_engines
         far = FarTrainer(
-            engine, backend, folders[NEW], gpu=-1, num_workers=ranks, **options
+            engine, backend, folders[NEW], gpu=-1, num_workers=num_workers, **options
         )
         trainer = stack.enter_context(far)
     models = {

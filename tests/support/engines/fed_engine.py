@@ -2,9 +2,10 @@
 
 Usage: python -m tests.support.engines.fed_engine KIND OLD NEW SOURCE...
 
-KIND is `llm`, `async_llm`, or `two_engines` of data parallelism. A SOURCE is `files` or
-a backend of a trainer's process. For each of them this tells the digests of every rank
-after a version came, after a rollback, and after one rank refused what it got.
+KIND is `llm`, `async_llm`, `two_engines` of data parallelism, or `two_ranks` of tensor
+parallelism in an `LLM`. A SOURCE is `files` or a backend of a trainer's process. For
+each of them this tells the digests of every rank after versions came, after a rollback,
+and after one rank refused what it got.
 """
 
 import os
@@ -105,6 +106,7 @@ class Blocking(Engine):
         from vllm import LLM
 
         self.served = LLM(str(folder), **options)
+        self.num_ranks = options.get("tensor_parallel_size", 1)
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return run_sync(coroutine)
@@ -176,6 +178,10 @@ KINDS: dict[str, tuple[type[Engine], dict[str, Any]]] = {
     "llm": (Blocking, {}),
     "async_llm": (Async, {}),
     "two_engines": (Async, {"data_parallel_size": 2}),
+    "two_ranks": (
+        Blocking,
+        {"tensor_parallel_size": 2, "enforce_eager": not torch.cuda.is_available()},
+    ),
 }
 
 
@@ -216,7 +222,8 @@ def fed(engine: Engine, source: str, old: Path, new: Path) -> dict[str, Any]:
         return FarTrainer(engine, source, old, **options)
 
     def work() -> None:
-        first.send(new)
+        for folder in (new, old, new):
+            first.send(folder)
         seen["sent"] = engine.digests()
         engine.call("rollback_weights")
         seen["rolled back"] = engine.digests()
@@ -241,15 +248,14 @@ def fed(engine: Engine, source: str, old: Path, new: Path) -> dict[str, Any]:
 
 
 def main(kind: str, old: Path, new: Path, sources: list[str]) -> None:
-    def start(of: str, folder: Path, **options: Any) -> Engine:
-        make, more = KINDS[of]
-        return make(folder, **OPTIONS | {"dtype": "float32"} | more | options)
-
-    fresh = start("llm", new)
+    make, more = KINDS[kind]
+    options = OPTIONS | {"dtype": "float32"} | more
+    alone = {n: v for n, v in options.items() if n != "data_parallel_size"}
+    fresh = Blocking(new, **alone)
     seen: dict[str, Any] = {"fresh": fresh.digests(), "tokens": fresh.tokens()}
     fresh.close()
     (backend,) = {source for source in sources if source != FILES} or {"local"}
-    engine = start(kind, old, weight_transfer_config={"backend": backend})
+    engine = make(old, **options, weight_transfer_config={"backend": backend})
     seen["old"], seen["old tokens"] = engine.digests(), engine.tokens()
     for source in sources:
         seen[source] = fed(engine, source, old, new)
@@ -263,6 +269,6 @@ if __name__ == "__main__":
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         # The tokens of different batches are compared: no product is to be of TF32.
         os.environ["TRITON_F32_DEFAULT"] = "ieee"
-    if sys.argv[1] == "two_engines":
+    if sys.argv[1].startswith("two_"):
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
