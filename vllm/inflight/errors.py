@@ -36,7 +36,14 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any, ClassVar
 
-OWN_FACTS = "retry_after_s", "missing_bytes", "call", "driver_code", "causes"
+OWN_FACTS = (
+    "retry_after_s",
+    "missing_bytes",
+    "call",
+    "driver_code",
+    "causes",
+    "served",
+)
 FACTS = "phase", "update_id", *OWN_FACTS
 MAX_TENSORS_LISTED, MAX_NAME_CHARS, MAX_MESSAGE_CHARS = 64, 256, 8192
 """Limits of an error that crosses processes; any caller may have chosen its names."""
@@ -263,6 +270,27 @@ class VersionConflict(Conflict):
 
     code = "version_conflict"
     remedy = "GET /weight_info returns the live version. Base the update on that one."
+
+
+class BaseMismatch(Conflict):
+    """A delta starts from another version than the one that is served.
+
+    `served` is the digest of the live version; None if it is not known.
+    """
+
+    code = "base_mismatch"
+    remedy = (
+        "Send the whole version, or a delta whose base is the digest that "
+        "GET /weight_info tells."
+    )
+    served: str | None = None
+
+
+class DeltaUnsupported(Conflict):
+    """A rank cannot apply a delta to a tensor, because of how it serves it."""
+
+    code = "delta_unsupported"
+    remedy = "Send whole versions to this engine."
 
 
 class NoTransport(Conflict):

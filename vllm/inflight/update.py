@@ -157,6 +157,14 @@ class Manifest:
     """Patterns of the names in this update; other tensors keep their live values."""
     draft: bool = False
     """Whether all tensors are the drafter's; the target model keeps its weights."""
+    base: str | None = None
+    """Digest of the version that a delta starts from; None unless it is a delta."""
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether it leaves tensors of the model as they are served: a subset, a delta
+        or a drafter's update."""
+        return bool(self.subset) or self.draft or self.base is not None
 
     @classmethod
     def parse(cls, body: object) -> Manifest:
@@ -164,7 +172,8 @@ class Manifest:
 
         Args:
             body: `{"format": 1, "tensors": [{"name", "shape", "dtype",
-                "digest"?}], "step"?, "name_map"?, "config"?, "subset"?, "draft"?}`.
+                "digest"?}], "step"?, "name_map"?, "config"?, "subset"?, "draft"?,
+                "base"?}`.
 
         """
         return at_once(cls.unpacked(at_once(cls.packed(body))))
@@ -187,11 +196,7 @@ class Manifest:
             raise Malformed('manifest must be an object with "format": 1')
         if body.get(CHECKED) == IS_CHECKED:
             return body
-        if body.get("base"):
-            raise Malformed(
-                "manifest field 'base' is not supported by this release: send whole "
-                "tensors"
-            )
+        base = _base(body)
         draft = body.get("draft", False)
         if not isinstance(draft, bool):
             raise Malformed(f"manifest field 'draft' must be true or false: {draft!r}")
@@ -205,7 +210,9 @@ class Manifest:
         if draft:
             subset = tuple(map(drafters, subset))
         try:
-            tensors = yield from _packed_tensors(body.get("tensors", []), draft)
+            tensors = yield from _packed_tensors(
+                body.get("tensors", []), draft, is_delta=base is not None
+            )
             name_map = yield from _packed_names(body.get("name_map") or {})
         except UnicodeEncodeError as error:
             raise Malformed(f"a name of the manifest is no text: {error}") from None
@@ -213,6 +220,7 @@ class Manifest:
             "format": 1,
             "step": step,
             "draft": draft,
+            "base": base,
             "subset": list(subset),
             "config": config,
             "tensors": tensors,
@@ -228,6 +236,7 @@ class Manifest:
             config=packed["config"],
             subset=tuple(packed["subset"]),
             draft=packed["draft"],
+            base=packed["base"],
         )
 
     @classmethod
@@ -279,6 +288,8 @@ class Manifest:
             body["subset"] = list(self.subset)
         if self.draft:
             body["draft"] = True
+        if self.base is not None:
+            body["base"] = self.base
         return body
 
     def model_name(self, sent_name: str) -> str:
@@ -412,19 +423,46 @@ def fingerprinted(body: object) -> Work[str]:
     return hashed.hexdigest()
 
 
-def _packed_tensors(entries: Any, is_drafters: bool) -> Work[dict[str, Any]]:
+def _base(body: dict[str, Any]) -> str | None:
+    """Check the field `base` of a manifest, and return it; None: no delta."""
+    base = body.get("base")
+    if base is None:
+        return None
+    if not isinstance(base, str) or not IS_DIGEST(base):
+        raise Malformed(
+            "manifest field 'base' must be the digest of the version that the delta "
+            f"starts from, 32 lower-case hex digits, got {base!r:.80}"
+        )
+    if body.get("subset"):
+        raise Malformed(
+            "a manifest has either 'base' or 'subset': a delta names in 'tensors' "
+            "what has changed, and all else stays as it is"
+        )
+    return base
+
+
+def _packed_tensors(
+    entries: Any, is_drafters: bool, *, is_delta: bool
+) -> Work[dict[str, Any]]:
     """Check the tensors of a manifest; pack each as `[name, shape, dtype, digest]`."""
     is_list = isinstance(entries, list) or (
         is_packed(entries) and entries["kind"] == "list"
     )
     if not is_list or length(entries) > MAX_TENSORS:
         raise Malformed(f"manifest field 'tensors' must list up to {MAX_TENSORS}")
+    if is_delta and not length(entries):
+        raise Malformed("the manifest of a delta must name a tensor, changed or not")
     # Several sets, since the growth of one with 100,000 names takes milliseconds.
     names = [set[str]() for _ in range(64)]
     packer, slice_, position = Packer(), TimeSlice(), 0
     for block in blocks(entries):
         for entry in block:
             name, *facts = _checked(position, entry)
+            if is_delta and facts[-1] is None:
+                raise Malformed(
+                    f"manifest tensor #{position} ({name}): a delta must announce the "
+                    "'digest' that the tensor has afterwards"
+                )
             alike = names[hash(name) % len(names)]
             if name in alike:
                 raise Malformed(f"manifest names {name!r} twice")

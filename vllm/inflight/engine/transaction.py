@@ -152,5 +152,7 @@ def files_of(
     paths = {"path": call.source, "draft_path": call.draft_source}
     if not any(paths.values()):
         return None
+    if manifest is not None and manifest["base"] is not None:
+        return None  # a delta says nothing without its base
     stated = manifest or {"subset": [], "name_map": {}}
     return paths | {name: stated[name] for name in ("subset", "name_map")}

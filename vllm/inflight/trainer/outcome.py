@@ -31,6 +31,8 @@ class Outcome:
     """The digest of the version, 32 hex digits; None if skipped or not known."""
     num_bytes: int = 0
     """The bytes of all tensors that were sent."""
+    is_delta: bool = False
+    """Whether only what has changed since the version before was sent."""
     gap_ms: float | None = None
     """The longest flip of an engine between two steps, in milliseconds."""
     seconds: Mapping[str, float] = field(default_factory=dict)

@@ -20,9 +20,11 @@ from dataclasses import dataclass, field
 from vllm.inflight.background import Background
 from vllm.inflight.errors import Cancelled
 from vllm.inflight.trainer.coordinator import GIVE_UP_S, SLACK_S
+from vllm.inflight.trainer.delta import Delta
 from vllm.inflight.trainer.outcome import Outcome, PublishFuture
 from vllm.inflight.trainer.retry import RetryBudget
 from vllm.inflight.trainer.snapshot import Snapshot
+from vllm.inflight.update import Manifest
 
 ON_BUSY = ("wait", "skip", "latest")
 
@@ -49,12 +51,25 @@ class QueuedPublish:
     called_at: float
     """The time of the call of `publish`, on the monotonic clock, in seconds."""
     snapshot: Snapshot = field(init=False)
+    delta: Delta | None = None
+    """What the snapshot holds, if that is a delta and not all tensors."""
+    manifest: Manifest = field(default_factory=Manifest)
+    """Of all tensors; empty until it is known, and for a delta."""
+    is_named: bool = False
+    """Whether the tensors of the snapshot have the names of the model."""
+    is_kept: bool = False
+    """Whether the snapshot stays, because the next delta starts from it."""
     snapshot_s: float = 0.0
     mapped: dict[str, str] = field(default_factory=dict)
     """From names of the source to those of the model, as `auto` has found them."""
     future: PublishFuture = field(default_factory=PublishFuture)
     retry_budget: RetryBudget = field(default_factory=lambda: RetryBudget(0.0))
     """Made when its turn comes; whoever gives the job up, gives this up."""
+
+    def discard(self) -> None:
+        """Remove the snapshot, unless it is kept."""
+        if not self.is_kept:
+            self.snapshot.remove()
 
     def skipped(self) -> Outcome:
         """The outcome of a publish that is skipped."""
@@ -124,7 +139,7 @@ class PublishQueue:
             self._changed.wait_for(lambda: self._waiting is None)
             self._require_open()
         if replaced is not None:
-            replaced.snapshot.remove()
+            replaced.discard()
             if replaced.future.set_running_or_notify_cancel():
                 replaced.future.set_result(replaced.skipped())
         return True
@@ -215,7 +230,7 @@ class PublishQueue:
                 self._current.retry_budget.give_up(self._given_up)
             self._changed.notify_all()
         if waiting is not None:
-            waiting.snapshot.remove()
+            waiting.discard()
             if waiting.future.set_running_or_notify_cancel():
                 waiting.future.set_exception(Cancelled(message))
         if wait:
@@ -266,7 +281,7 @@ class PublishQueue:
                 except BaseException as error:
                     failure = error
             try:
-                job.snapshot.remove()
+                job.discard()
             except Exception as error:  # set on the job's future below
                 failure = failure or error
                 if not is_wanted:

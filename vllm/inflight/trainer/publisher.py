@@ -9,10 +9,11 @@ snapshots.
 from __future__ import annotations
 
 import asyncio
+import logging
 import operator
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,30 +22,39 @@ from typing import Literal, overload
 
 import torch
 
+from vllm.inflight.delta.parts import named
 from vllm.inflight.errors import (
+    BaseMismatch,
     Cancelled,
     ConfigError,
+    DeltaUnsupported,
     EngineUnreachable,
+    InflightError,
     TooManyUpdates,
     UpdateBusy,
+    WeightsMismatch,
 )
 from vllm.inflight.tensor_names import matcher
 from vllm.inflight.trainer.control.engines import Controls
 from vllm.inflight.trainer.control.pause import Calls, Pause
 from vllm.inflight.trainer.coordinator import Coordinator, Progress, call_all
+from vllm.inflight.trainer.delta import POLICIES, Delta, DeltaSearch
 from vllm.inflight.trainer.engine_clients import InProcessEngine, connect
 from vllm.inflight.trainer.http_client import Reply
 from vllm.inflight.trainer.name_matching import AUTO, NameMatching
 from vllm.inflight.trainer.outcome import Outcome, note_unheard
 from vllm.inflight.trainer.publish_queue import ON_BUSY, PublishQueue, QueuedPublish
+from vllm.inflight.trainer.published import PublishedVersion
 from vllm.inflight.trainer.retry import FIRST_DELAY_S, LAST_DELAY_S, RetryBudget
 from vllm.inflight.trainer.snapshot import Snapshot, sweep
 from vllm.inflight.trainer.sources import stream as sources
-from vllm.inflight.update import PauseMode, check_label, check_subset, renamer
+from vllm.inflight.update import Manifest, PauseMode, check_label, check_subset, renamer
 
 WIRES = ("shm", "disk")
 SHORT_S = 1.0
 """A server that does not answer in less than this may be well, and busy."""
+
+logger = logging.getLogger(__name__)
 
 BLOCKS = "would block the event loop that the engine answers on; use "
 
@@ -64,6 +74,7 @@ class Publisher:
         wire: str = "shm",
         directory: str | Path | None = None,
         digests: bool = True,
+        delta: str = "auto",
         min_interval_s: float = 0.0,
         on_busy: str = "wait",
         deadline_s: float | None = None,
@@ -88,6 +99,10 @@ class Publisher:
                 in a file of `directory`, which the engines see at the same path.
             directory: of wire `disk`, and of that only.
             digests: whether the engines shall check the content of every tensor.
+            delta: whether to send only the elements that have changed since the last
+                commit: `auto` where that is less to send, `always`, or `off`. For
+                that, the last version stays in shared memory, or in `directory`. An
+                engine that serves another version gets the whole one. Needs `digests`.
             min_interval_s: least seconds from one commit to the next update.
             on_busy: while another update is under way, here or in an engine:
                 `wait` for it, `skip` this publish, or be replaced by the `latest`.
@@ -107,6 +122,7 @@ class Publisher:
         """
         for value, name, choices in (
             (wire, "wire", WIRES),
+            (delta, "delta", POLICIES),
             (on_busy, "on_busy", ON_BUSY),
         ):
             if value not in choices:
@@ -117,6 +133,10 @@ class Publisher:
         self._source = source
         self._directory = None if directory is None else Path(directory)
         self._digests = digests
+        self._delta = delta if digests else "off"
+        self._base: PublishedVersion | None = None
+        """The last version that every engine has committed, if a delta may start from
+        it. A publish takes it, and puts it back."""
         self._min_interval_s = min_interval_s
         self._on_busy = on_busy
         self._deadline_s = deadline_s
@@ -449,6 +469,7 @@ class Publisher:
         return RetryBudget(self._timeout_s if timeout_s is None else timeout_s)
 
     def _let_go(self) -> None:
+        self._base = None
         for engine in self._engines:
             engine.close()
 
@@ -469,14 +490,17 @@ class Publisher:
         """Take the snapshot, and have it delivered."""
         is_declared = matcher(job.subset)
         with sources.gathering(sources.tensors(self._source)) as pairs:
-            named = ((n, self._rename(n), t) for n, t in pairs)
+            known = ((n, self._rename(n), t) for n, t in pairs)
             # With `auto` the names are found out later, in the queue's thread.
+            base = self._take_base(job)
+            is_early = self._naming is not None and base is None
             sent = (
-                (name if self._naming is not None else renamed, tensor)
-                for name, renamed, tensor in named
+                (name if is_early else renamed, tensor)
+                for name, renamed, tensor in known
                 if not job.subset or is_declared(renamed)
             )
-            job.snapshot = parcel = Snapshot.pack(sent, self._directory)
+            self._take_snapshot(job, base, sent)
+        parcel = job.snapshot
         job.snapshot_s = time.monotonic() - job.called_at
         try:
             self._tell("snapshot", parcel)
@@ -485,8 +509,43 @@ class Publisher:
             parcel.remove()  # whoever keeps the error would keep it
             raise
 
+    def _take_base(self, job: QueuedPublish) -> PublishedVersion | None:
+        """The version that a delta of this publish starts from; None: it is whole.
+
+        While another publish is under way, its version is not known to be served.
+        """
+        base, self._base = self._base, None
+        if job.subset or not self._queue.is_idle:
+            return None
+        return base
+
+    def _take_snapshot(
+        self,
+        job: QueuedPublish,
+        base: PublishedVersion | None,
+        sent: Iterable[sources.Pair],
+    ) -> None:
+        """Copy the tensors, or what has changed of them, into a file."""
+        if base is None:
+            job.snapshot = Snapshot.pack(sent, self._directory)
+            return
+        found = DeltaSearch(base, self._delta).run(sent, self._directory)
+        if isinstance(found, Snapshot):
+            job.snapshot = found
+            job.is_named = True
+        else:
+            job.delta = found
+            job.snapshot = Snapshot.pack(named(found.parts), self._directory)
+
     def _deliver(self, job: QueuedPublish) -> Outcome:
         """One publish, in the queue's thread."""
+        try:
+            return self._delivered(job)
+        finally:
+            if job.delta is not None and not job.delta.is_applied:
+                self._base = job.delta.base  # it may still be what is served
+
+    def _delivered(self, job: QueuedPublish) -> Outcome:
         pace_s = self._committed + self._min_interval_s - time.monotonic()
         if pace_s > 0 and self._queue.give_way(pace_s):
             return job.skipped()
@@ -496,13 +555,15 @@ class Publisher:
         if delivery is None:
             return job.skipped()
         try:
-            job.snapshot.remove()
+            if job.delta is not None or self._delta == "off":
+                job.snapshot.remove()
         except BaseException:
             delivery.undo()  # else the update would stay open on the engines
             raise
         staged = time.monotonic()
         replies = delivery.commit(mode=job.mode)
         self._committed = time.monotonic()
+        self._remember(job, replies[0]["digest"])
         try:
             self._tell("commit", job.snapshot)
         except Exception as error:
@@ -524,6 +585,7 @@ class Publisher:
             },
             digest=replies[0]["digest"],
             num_bytes=job.snapshot.num_bytes,
+            is_delta=job.delta is not None,
             gap_ms=max(one["gap_ms"] for one in each),
             seconds={name: round(value, 6) for name, value in parts.items()},
             mapped=job.mapped,
@@ -532,13 +594,46 @@ class Publisher:
     def _stage(self, job: QueuedPublish) -> Coordinator | None:
         """The delivery, staged on every engine; None if it gave way."""
         retry_budget = job.retry_budget
-        if self._naming is not None:
+        if job.delta is not None:
+            try:
+                return self._stage_as(job, job.delta.manifest(job.step))
+            except (BaseMismatch, DeltaUnsupported, WeightsMismatch) as error:
+                self._go_whole(job, job.delta, error)
+                return self._stage_as(job, job.manifest)
+        if self._naming is not None and not job.is_named:
             job.mapped |= self._naming.find(job.snapshot.specs, retry_budget)
             job.snapshot.rename(job.mapped)
         manifest = job.snapshot.manifest(
             step=job.step, digests=self._digests, go_on=retry_budget.require
         )
-        manifest = replace(manifest, subset=job.subset)
+        job.manifest = replace(manifest, subset=job.subset)
+        return self._stage_as(job, job.manifest)
+
+    def _go_whole(self, job: QueuedPublish, delta: Delta, error: InflightError) -> None:
+        """Have a publish send the whole version, after an engine rejected its delta."""
+        level = logging.INFO
+        if isinstance(error, DeltaUnsupported):
+            self._delta, level = "off", logging.WARNING
+        logger.log(level, "the whole version is sent in place of a delta: %s", error)
+        job.snapshot.remove()
+        job.snapshot = Snapshot.pack(delta.whole(), self._directory)
+        job.manifest, job.delta = delta.whole_manifest(job.step), None
+
+    def _remember(self, job: QueuedPublish, digest: str | None) -> None:
+        """Keep what was committed, for the next delta to start from."""
+        if job.delta is not None:
+            base = job.delta.commit()
+        elif self._delta == "off" or job.subset or digest is None:
+            return
+        else:
+            job.is_kept = True
+            base = PublishedVersion(job.snapshot, job.manifest)
+        # Where an engine digests other tensors than were sent, no delta has its base.
+        self._base = base if base.digest == digest else None
+
+    def _stage_as(self, job: QueuedPublish, manifest: Manifest) -> Coordinator | None:
+        """The delivery, staged under this manifest; None if it gave way."""
+        retry_budget = job.retry_budget
         delay = FIRST_DELAY_S
         refused: UpdateBusy | TooManyUpdates | None = None
         while True:

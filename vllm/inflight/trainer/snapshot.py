@@ -11,6 +11,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import mmap
 import os
 import platform
 import struct
@@ -132,7 +133,7 @@ class Snapshot:
         dtypes = {name: str(d).removeprefix("torch.") for d, name in DTYPES.items()}
         return [
             (name, entry["shape"], dtypes[entry["dtype"]])
-            for name, entry in self._header()[0].items()
+            for name, entry in self.header()[0].items()
         ]
 
     def rename(self, name_map: Mapping[str, str]) -> None:
@@ -142,7 +143,7 @@ class Snapshot:
             Malformed: two tensors would have one name.
 
         """
-        header, size = self._header()
+        header, size = self.header()
         renamed: dict[str, Any] = {}
         for name, entry in header.items():
             if (to := name_map.get(name, name)) in renamed:
@@ -150,7 +151,7 @@ class Snapshot:
             renamed[to] = entry
         _write_header(self._owner, renamed, size)
 
-    def _header(self) -> tuple[dict[str, Any], int]:
+    def header(self) -> tuple[dict[str, Any], int]:
         """The entries of the file's header, and the header's size in bytes."""
         self._owner.seek(0)
         (length,) = struct.unpack("<Q", self._owner.read(8))
@@ -188,6 +189,10 @@ class Snapshot:
             ),
             step=step,
         )
+
+    def mapped(self) -> mmap.mmap:
+        """The file in memory; what is written there is in the file."""
+        return mmap.mmap(self._owner.fileno(), 0)
 
     def remove(self) -> None:
         """Remove the file. An engine that has opened it can read on."""

@@ -128,7 +128,7 @@ class Sleep:
             manifest = call.manifest if isinstance(call, calls.StartUpdate) else None
             # A manifest that is not an object is rejected later, awake or asleep.
             is_part = isinstance(manifest, dict) and (
-                manifest.get("subset") or manifest.get("draft")
+                manifest.get("subset") or manifest.get("draft") or manifest.get("base")
             )
             self.check_weights(is_whole=not is_part)
         elif isinstance(call, READING):

@@ -121,7 +121,7 @@ class Ledger:
                 head.step,
                 time.monotonic() + deadline_s,
             )
-            if not head.subset:
+            if not (head.subset or head.base):
                 update.source = call.source
             update.files = files_of(call, packed)
             update.owner = call.owner

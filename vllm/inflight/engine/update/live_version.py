@@ -20,7 +20,7 @@ from vllm.inflight.engine.scheduling.scheduler_state import SchedulerState
 from vllm.inflight.engine.transaction import Update
 from vllm.inflight.engine.update.journal import Journal, Recipe, extended
 from vllm.inflight.engine.update.ranks import Ranks
-from vllm.inflight.errors import VersionConflict
+from vllm.inflight.errors import BaseMismatch, VersionConflict
 from vllm.inflight.update import Version
 
 START = "start"
@@ -110,6 +110,16 @@ class LiveVersion:
         if label is not None and label != self.version.label:
             raise VersionConflict(
                 f"{field} is {label!r}, the live version is {self.version.label!r}"
+            )
+
+    def expect_base(self, digest: str | None) -> None:
+        """Raise `BaseMismatch` unless `digest` is None or the live version's."""
+        if digest is not None and digest != (served := self.version.digest):
+            known = "is not known" if served is None else f"is {served}"
+            raise BaseMismatch(
+                f"the delta starts from the version with digest {digest}, and the "
+                f"digest of the live version {known}",
+                served=served,
             )
 
     def advance(self, label: str | None, update: Update) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from vllm.inflight.errors import (
     UpdateBusy,
     WrongPhase,
 )
-from vllm.inflight.update import Phase, check_flag, check_owner
+from vllm.inflight.update import Manifest, Phase, check_flag, check_owner
 
 LONGEST_S = 86400
 """The longest deadline: an endless update would keep the shadow weights for ever."""
@@ -121,13 +121,15 @@ class Updates:
         allow_nonfinite = check_flag(call.allow_nonfinite, "allow_nonfinite")
         check_owner(call.owner)
         self._live_version.expect(call.base_version, "base_version")
+        if manifest is not None:
+            self._live_version.expect_base(manifest["base"])
         self.require_connected()
         self.note_opened()
         update, is_new = self.ledger.start(call, float(deadline_s))
         if not is_new:
             return update.state()
         update.base = self._live_version.lineage
-        update.is_whole = manifest is None or not (manifest["subset"] or is_drafters)
+        update.is_whole = manifest is None or not Manifest.head(manifest).is_partial
         self._last = update
         command = messages.Start(
             manifest=manifest,

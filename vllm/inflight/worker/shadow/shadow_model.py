@@ -100,6 +100,10 @@ class ShadowModel:
 
         A flip does not change this set; a copy of one set over the other empties it.
         """
+        self.changed: dict[str, list[torch.Tensor]] = {}
+        """Parameters that are not stale, and in which single elements may differ: the
+        offsets of these elements in the parameter's memory. A flip does not change
+        them, either."""
         self.dtypes: dict[str, str] = {}
         """Parameter name → the dtype in which it is served."""
         self._processed = False
@@ -331,6 +335,25 @@ class ShadowModel:
         check = ReplayCheck(self.plan, params, self.load, between)
         self.stale.update(check.begun())
         check.run()
+
+    def note_changed(self, param: str, offsets: torch.Tensor) -> None:
+        """These elements of a parameter may differ from the live weights from now on.
+
+        Args:
+            param: the name of the parameter.
+            offsets: of the elements in the parameter's memory, int64 [n].
+
+        """
+        if param not in self.stale:
+            # Half the memory, and enough for all parameters but the largest.
+            is_short = self.required[param].numel() < 1 << 30
+            kept = offsets.to(torch.int32 if is_short else torch.int64, copy=True)
+            self.changed.setdefault(param, []).append(kept)
+
+    def forget_changed(self) -> None:
+        """Count parameters with changed elements as stale as a whole."""
+        self.stale.update(self.changed)
+        self.changed.clear()
 
     def pair(self) -> None:
         """Give the shadow range memory again after a sleep, as a copy of the live

@@ -107,14 +107,15 @@ class Coverage:
 
         | update | parameters |
         |---|---|
-        | subset | those it has begun, and all of a quantised layer that it has begun |
+        | subset, delta | those it has begun, and all of a quantised layer that it has
+            begun |
         | of the drafter alone | all of the drafter |
         | with a drafter's tensor, or MTP | all of the model and of the drafter |
         | other | all of the model |
 
         The parameters of a quantised layer are processed together or not at all.
         """
-        if manifest.subset:
+        if manifest.subset or manifest.base is not None:
             paths = {name.rpartition(".")[0] for name in self.begun}
             together = (n for n in self._quantised if n.rpartition(".")[0] in paths)
             return self.begun.union(together)

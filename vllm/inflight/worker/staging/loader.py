@@ -24,12 +24,14 @@ from vllm.inflight.tensor_names import PLAIN
 from vllm.inflight.transport.buckets.reassembly import Destination
 from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.update import Manifest, TensorSpec
+from vllm.inflight.worker.delta.whole_tensors import DeltaTensors
+from vllm.inflight.worker.delta.writer import DeltaWriter
 from vllm.inflight.worker.model.classifier import SCORE
 from vllm.inflight.worker.replay_plan import Entry, replay
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.staging.coverage import Coverage
 from vllm.inflight.worker.staging.throttle import undirected
-from vllm.inflight.worker.verify.checks import TensorChecks
+from vllm.inflight.worker.verify.checks import Problem, TensorChecks, rejection
 from vllm.inflight.worker.verify.content import Content
 from vllm.inflight.worker.verify.drift import Sampler
 from vllm.inflight.worker.verify.gpu_digest import GpuDigest, Pair
@@ -48,6 +50,8 @@ class UpdateLoader:
         progress: called with the bytes and the tensors loaded so far.
         first_write: called before every write that may be the first one.
         between_flips: context in which no flip exchanges live and shadow weights.
+        served: the content of the live weights, if it is known tensor by tensor.
+        between: called while weights are copied, with the bytes copied so far.
 
     """
 
@@ -62,6 +66,8 @@ class UpdateLoader:
         progress: Callable[[int, int], None],
         first_write: Callable[[], None] = lambda: None,
         between_flips: Callable[[], AbstractContextManager[None]] = nullcontext,
+        served: Content | None = None,
+        between: Callable[[int], None] = lambda num_bytes: None,
     ) -> None:
         self._shadow = shadow
         self._manifest = manifest
@@ -112,6 +118,15 @@ class UpdateLoader:
         """The tensor that the model's loader got last."""
         self._is_rejected = False
         """Whether the loader has rejected that tensor."""
+        self._served = served
+        self._between = between
+        self._delta: DeltaTensors | None = None
+        """What makes whole tensors of a delta; None before its first chunk."""
+        self._writer: DeltaWriter | None = None
+        """What writes a delta element by element; None before its first chunk."""
+        self._keeps = verify and not shadow.plan.is_replayed
+        self._kept: dict[str, torch.Tensor] = {}
+        """The accepted tensors, on the CPU build, for a later delta."""
         self.unfilled: list[str] = []
         """Tensors that filled nothing on this rank; another stage may use them."""
         self.num_bytes = 0
@@ -121,7 +136,12 @@ class UpdateLoader:
     @property
     def is_partial(self) -> bool:
         """Whether the update may leave parameters of the model unchanged."""
-        return bool(self._manifest.subset) or self.is_drafters
+        return self._manifest.is_partial
+
+    @property
+    def is_delta(self) -> bool:
+        """Whether the update changes elements of what is served."""
+        return self._manifest.base is not None
 
     @property
     def is_drafters(self) -> bool:
@@ -136,6 +156,44 @@ class UpdateLoader:
         called again for the following ones, so that the error can name all of them; see
         `require_taken`.
         """
+        if self.is_delta and self._shadow.plan.is_replayed:
+            return self._write(weights)
+        if self.is_delta:
+            weights = self._changed(weights)
+        return self._load_all(weights)
+
+    def _write(self, parts: Iterable[Pair]) -> None:
+        """Write a delta into shadow parameters, element by element."""
+        batches = self._drawn(parts)
+        try:
+            if (first := next(batches, None)) is None:
+                return
+            self._first_write()
+            if self._writer is None:
+                assert self._served is not None
+                self._writer = DeltaWriter(
+                    self._shadow,
+                    self._manifest.tensors,
+                    self._served,
+                    allow_nonfinite=self._allow_nonfinite,
+                    received=self._received,
+                    between=self._between,
+                )
+                self._writer.begin()
+            for batch in chain([first], batches):
+                if self._cancelled():
+                    raise Cancelled("the update was aborted")
+                with undirected():
+                    self._writer.take(batch)
+        finally:
+            self._transport_error = None
+
+    def _received(self, num_bytes: int, num_tensors: int) -> None:
+        """A part of a delta was written, of so many bytes."""
+        self.num_bytes += num_bytes
+        self._progress(self.num_bytes, num_tensors)
+
+    def _load_all(self, weights: Iterable[Pair]) -> Any:
         try:
             batches = self._drawn(weights)
             first = next(batches, None)
@@ -166,6 +224,18 @@ class UpdateLoader:
                 del following
         finally:
             self._transport_error = None  # it holds frames, and their memory
+
+    def _changed(self, parts: Iterable[Pair]) -> Iterator[Pair]:
+        """The tensors that a delta changes, whole."""
+        if self._delta is None:
+            assert self._served is not None
+            self._delta = DeltaTensors(
+                self._manifest.tensors, self._served.tensors.get, self._count_bytes
+            )
+        return self._delta.tensors(parts)
+
+    def _count_bytes(self, number: int) -> None:
+        self.num_bytes += number
 
     def require_taken(self) -> None:
         """Raise `WeightsMismatch` if the model's loader has rejected a tensor.
@@ -262,7 +332,8 @@ class UpdateLoader:
             name = self._manifest.model_name(sent_name)
             if self._accept(name, tensor):
                 accepted.append((name, tensor))
-                self.num_bytes += tensor.nbytes
+                if self._delta is None:
+                    self.num_bytes += tensor.nbytes
                 self.num_in_place += self._shadow.plan.is_home(name, tensor)
         self._sampler.add(accepted)
         if self._verify and accepted and accepted[0][1].is_cuda:
@@ -338,6 +409,9 @@ class UpdateLoader:
         # A tensor with bad content is loaded all the same, as on a GPU, where content
         # is checked at the end. So no parameter looks unfilled because of it.
         self._judge(name, digest, bad)
+        if self._keeps:
+            # A transport reuses its memory; a delta has made memory of its own.
+            self._kept[name] = tensor if self._delta is not None else tensor.clone()
         return True
 
     def _judge(self, name: str, digest: ops.Digest, num_nonfinite: int) -> None:
@@ -442,6 +516,33 @@ class UpdateLoader:
             return set(), None
         return self.coverage.asked(self._load, (spec.name, hollow))
 
+    def complete(self) -> None:
+        """Load again the unchanged tensors of parameters that a delta has changed.
+
+        A parameter may be fused of several tensors, and a layer may be packed from
+        several parameters. What a delta does not change of them is loaded as it is
+        served.
+        """
+        if self._delta is None:
+            return
+        self._delta.require_all()
+        assert self._served is not None
+        facts, tensors = self._served.facts, self._served.tensors
+        plan, places = self._shadow.plan, self._shadow.places
+        names: set[str] = set()
+        for param in self.coverage.short(self.coverage.due(self._manifest)):
+            names.update(plan.names_of(param), places.names_of(param))
+        names = {n for n in names - self._manifest.tensors.keys() if n in tensors}
+        if not names:
+            return
+        specs = {
+            name: TensorSpec(name, shape, dtype, ops.Digest(*digest).hex())
+            for name in sorted(names)
+            for dtype, shape, digest in (facts[name],)
+        }
+        self._checks.expect(specs)
+        self._load_all((name, tensors[name]) for name in specs)
+
     def verdict(self) -> Content:
         """The content of the update; raises `WeightsMismatch` unless it can be served.
 
@@ -449,6 +550,8 @@ class UpdateLoader:
         Every element of every parameter has to be written; for a subset, of every
         parameter that was begun.
         """
+        if self._writer is not None:
+            return self._verdict_of(self._writer)
         checks = self._checks
         with undirected():
             for name, digest, bad in self._gpu_digest.results():
@@ -469,7 +572,16 @@ class UpdateLoader:
         self._note_unused()
         if checks.objects:
             raise self._mismatch(is_end=True)
-        return Content(checks.facts(), samples)
+        return Content(checks.facts(), samples, self._kept)
+
+    def _verdict_of(self, writer: DeltaWriter) -> Content:
+        """The content of what a delta changes; raises as `verdict` does."""
+        with undirected():
+            problems = writer.problems()
+            if not problems:
+                return writer.content()
+        wrong = {name: Problem(cause, why) for name, cause, why in problems}
+        raise rejection({}, wrong, [], [], {}, num_asked=0)
 
     def require_finite(self) -> None:
         """Raise `WeightsMismatch` if a loader has computed NaN or Inf from finite

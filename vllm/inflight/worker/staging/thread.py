@@ -18,6 +18,7 @@ from vllm.inflight import messages, upstream
 from vllm.inflight.background import Background
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import (
+    BaseMismatch,
     Cancelled,
     EngineFault,
     InflightError,
@@ -192,6 +193,8 @@ class StagingThread(Background):
                 "a broadcast of an aborted update has not ended on the GPU and may "
                 "still write; if this stays so, restart the engine"
             )
+        if manifest.base is not None:
+            self._require_base(manifest.base)
         self._sources = {"path": command.path, "draft": command.draft_path}
         self._post(state="staging")
         # Of a set that a rollback can return to, this changes no byte.
@@ -205,10 +208,23 @@ class StagingThread(Background):
             progress=self._progress,
             first_write=self._open,
             between_flips=lambda: self._stager.between_flips(self._is_cancelled),
+            served=self._stager.served,
+            between=self._rest,
         )
         self._intake.coverage.stand_before(self._intake.load_weights)
         if manifest.tensors:
-            self._intake.foresee(manifest.tensors, are_all=True)
+            self._intake.foresee(manifest.tensors, are_all=manifest.base is None)
+
+    def _require_base(self, base: str) -> None:
+        """Raise `BaseMismatch` unless this rank serves that version."""
+        served = self._stager.served
+        digest = None if served is None else served.digest()
+        if digest != base:
+            raise BaseMismatch(
+                f"the delta starts from the version with digest {base}, and this rank "
+                f"serves {digest or 'weights of unknown digest'}",
+                served=digest,
+            )
 
     def _open(self) -> None:
         """Before the first write: from here on nothing can be rolled back to.
@@ -232,6 +248,8 @@ class StagingThread(Background):
             self._status = replace(self._status, opened=False)
             raise
         self._is_open = True
+        if not self._intake.is_delta:
+            self._shadow.forget_changed()
         self._shadow.prove(self._between_proofs)  # it writes, so it comes no sooner
         self._transport_open = True
         self._transport.start_weight_update()
@@ -250,7 +268,7 @@ class StagingThread(Background):
             preview = nullcontext()
             self._open()
         with preview as announced:
-            if announced is not None:
+            if announced is not None and not self._intake.is_delta:
                 self._foresee(info, announced)
             # Not update_weights(): that ends in a device-wide wait.
             self._transport.receive_weights(info)
@@ -320,6 +338,7 @@ class StagingThread(Background):
         intake, shadow = self._intake, self._shadow
         if self._is_open and self._transport.defers_processing:
             self._transport.drain_pending()
+        intake.complete()
         sent, begun = intake.verdict(), intake.coverage.begun
         if not intake.coverage.is_whole:
             shadow.release_idle()

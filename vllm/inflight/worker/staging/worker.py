@@ -294,7 +294,9 @@ class StagingWorker:
             with self.steps.between():
                 seconds = flip()
             if not self.shadow.is_reversible:
-                self.shadow.stale.clear()  # the one set was copied over the other
+                # The one set was copied over the other.
+                self.shadow.stale.clear()
+                self.shadow.changed.clear()
             self._contents.reverse()
             self._marks.reverse()
             self._scrub = None

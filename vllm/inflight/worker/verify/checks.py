@@ -16,6 +16,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from dataclasses import replace
 from itertools import chain, zip_longest
 from math import prod
 from typing import NamedTuple
@@ -251,6 +252,11 @@ class TensorChecks:
     def has_rejected(self) -> bool:
         """Whether a tensor that came is wrong."""
         return bool(self._wrong or self._unknown or self._unused)
+
+    def expect(self, specs: Mapping[str, TensorSpec]) -> None:
+        """Accept these tensors too, as if they had been announced."""
+        tensors = {**self._manifest.tensors, **specs}
+        self._manifest = replace(self._manifest, tensors=tensors)
 
     def may_come(self, name: str) -> bool:
         """Whether the update may contain this tensor; a subset declares its tensors."""

@@ -9,7 +9,9 @@ with.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
 
 from vllm.inflight import ops
 from vllm.inflight.update import DRAFT
@@ -30,6 +32,9 @@ class Content:
     facts: Mapping[str, Facts]
     samples: Samples
     """Used for the drift between versions; see drift.py."""
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """The tensors themselves, on the CPU build, for deltas to start from. There the
+    served weights are packed, so that no element has a place of its own."""
 
     def digest(self) -> str:
         """The manifest digest over all tensors."""
@@ -40,7 +45,8 @@ class Content:
         if not any(name.startswith(DRAFT) for name in self.facts):
             return self
         facts = {n: of for n, of in self.facts.items() if not n.startswith(DRAFT)}
-        return Content(facts, self.samples.only(facts.__contains__))
+        tensors = {n: tensor for n, tensor in self.tensors.items() if n in facts}
+        return Content(facts, self.samples.only(facts.__contains__), tensors)
 
     def over(
         self,
@@ -62,4 +68,8 @@ class Content:
             return None
         if any(name not in base.facts and not is_spare(name) for name in self.facts):
             return None
-        return Content({**base.facts, **self.facts}, self.samples.over(base.samples))
+        return Content(
+            {**base.facts, **self.facts},
+            self.samples.over(base.samples),
+            {**base.tensors, **self.tensors},
+        )

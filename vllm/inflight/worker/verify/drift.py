@@ -146,6 +146,14 @@ class Sampler:
         return Samples(blocks, places)
 
 
+def sample_places(numel: int, device: torch.device) -> torch.Tensor:
+    """The elements of a row-major tensor that its sample consists of, int64."""
+    if numel < SIZE:
+        return torch.arange(numel, device=device)
+    first = torch.arange(NUM_RUNS, device=device) * (numel // NUM_RUNS)
+    return (first[:, None] + torch.arange(RUN, device=device)).view(-1)
+
+
 def drift(old: Samples | None, new: Samples) -> dict[str, object] | None:
     """`{"overall", "layers"}`, ratios; None without an old version to compare with.
 

@@ -1,0 +1,219 @@
+"""Deltas into a real engine: tokens and digests equal those of whole versions."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from vllm import SamplingParams
+from vllm.config.weight_transfer import WeightTransferConfig
+
+from vllm.inflight import ops
+from vllm.inflight.delta import Encoder, Part
+from vllm.inflight.delta.parts import named
+from vllm.inflight.errors import BaseMismatch, InflightError, Malformed, WeightsMismatch
+from vllm.inflight.trainer import Publisher
+from vllm.inflight.update import Manifest, TensorSpec
+
+pytestmark = pytest.mark.engine
+
+PROMPT = list(range(40, 72))
+
+
+def tokens(llm: Any) -> list[int]:
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    (output,) = llm.generate({"prompt_token_ids": PROMPT}, params, use_tqdm=False)
+    return list(output.outputs[0].token_ids)
+
+
+def step(weights: dict[str, torch.Tensor], seed: int, share: float = 0.02) -> None:
+    """Change a share of all elements by a few units in the last place, in place."""
+    random = torch.Generator().manual_seed(seed)
+    for tensor in weights.values():
+        flat = tensor.view(-1)
+        chosen = torch.rand(flat.shape, generator=random) < share
+        chosen &= flat.abs() > 1e-9  # as a neighbour of zero is no number of a model
+        by = torch.randint(-40, 41, flat.shape, generator=random, dtype=torch.int16)
+        flat.view(torch.int16)[chosen] += by[chosen]
+
+
+@pytest.fixture(scope="module")
+def old(checkpoint: Callable[..., Path]) -> Path:
+    return checkpoint(0)
+
+
+@pytest.fixture(scope="module")
+def llm(start: Callable[..., Any], old: Path) -> Any:
+    return start(old, weight_transfer_config=WeightTransferConfig(backend="local"))
+
+
+@pytest.fixture
+def weights(old: Path) -> dict[str, torch.Tensor]:
+    return load_file(old / "model.safetensors")
+
+
+def expected(
+    llm: Any, weights: dict[str, torch.Tensor], folder: Path
+) -> tuple[str, list[int]]:
+    """Digest and tokens after a whole update from a file."""
+    folder.mkdir(exist_ok=True)
+    save_file(weights, folder / "model.safetensors")
+    llm.update_weights_from_disk(str(folder / "model.safetensors"), "whole")
+    return llm.weight_info()["digest"], tokens(llm)
+
+
+def test_a_chain_of_deltas_equals_whole_versions(llm, weights, tmp_path):
+    chain = []
+    with Publisher(llm, weights) as to:
+        assert not to.publish("first").is_delta
+        for seed in range(8):
+            step(weights, seed)
+            outcome = to.publish(f"delta-{seed}")
+            assert outcome.is_delta
+            assert outcome.num_bytes < sum(t.nbytes for t in weights.values()) / 4
+            assert llm.get_weight_version() == f"delta-{seed}"
+            chain.append((outcome.digest, tokens(llm)))
+            if seed == 4:
+                # A rollback and a commit of it are flips of the same two sets.
+                to.rollback()
+                assert (llm.weight_info()["digest"], tokens(llm)) == chain[-2]
+                to.rollback()
+    wholes = []
+    weights = dict(load_file(Path(llm.model_config.model) / "model.safetensors"))
+    for seed in range(8):
+        step(weights, seed)
+        wholes.append(expected(llm, weights, tmp_path))
+    assert chain == wholes
+
+
+def test_after_another_trainers_version_the_whole_one_is_sent(
+    llm, weights, checkpoint
+):
+    with Publisher(llm, weights) as to:
+        to.publish()
+        step(weights, 1)
+        llm.update_weights_from_disk(str(checkpoint(1)), "another")
+        outcome = to.publish("mine")
+        assert not outcome.is_delta
+        assert outcome.digest == llm.weight_info()["digest"]
+        step(weights, 2)
+        assert to.publish().is_delta
+
+
+def test_a_version_without_a_change_is_a_version(llm, weights):
+    with Publisher(llm, weights) as to:
+        whole = to.publish("a")
+        same = to.publish("b")
+    assert same.is_delta and same.digest == whole.digest
+    assert llm.get_weight_version() == "b"
+
+
+def test_when_most_has_changed_the_whole_version_is_sent(llm, weights):
+    with Publisher(llm, weights) as to:
+        to.publish()
+        step(weights, 1, share=1.0)
+        assert not to.publish().is_delta
+    with Publisher(llm, weights, delta="always") as to:
+        to.publish()
+        step(weights, 2, share=1.0)
+        assert to.publish().is_delta
+
+
+def test_one_tensor_of_a_fused_parameter_may_change_alone(llm, weights, tmp_path):
+    with Publisher(llm, weights) as to:
+        to.publish()
+        flat = weights["model.layers.0.self_attn.q_proj.weight"].view(-1)
+        flat[7] += 1
+        outcome = to.publish()
+        assert outcome.is_delta
+        found = outcome.digest, tokens(llm)
+    assert found == expected(llm, weights, tmp_path)
+
+
+class Sent:
+    """A delta by hand, sent in a file through the engine's methods."""
+
+    def __init__(self, llm: Any, weights: dict[str, torch.Tensor], folder: Path):
+        self.llm, self.folder = llm, folder
+        self.new = {name: tensor.clone() for name, tensor in weights.items()}
+        step(self.new, 9, share=0.3)
+        encoder = Encoder(max_part_bytes=64 << 10, values="raw")
+        self.parts: list[Part] = []
+        specs: dict[str, TensorSpec] = {}
+        for name, tensor in self.new.items():
+            self.parts += encoder.add(len(specs), weights[name], tensor)
+            if encoder.has_changed:
+                digest = ops.digest([tensor])[0].hex()
+                shape = tuple(tensor.shape)
+                specs[name] = TensorSpec(name, shape, "bfloat16", digest)
+        self.parts += encoder.finish()
+        assert len(self.parts) > 2
+        base = llm.weight_info()["digest"]
+        self.manifest = Manifest(specs, base=base).to_dict()
+
+    def pairs(self) -> dict[str, torch.Tensor]:
+        return dict(named(self.parts))
+
+    def send(self, pairs: dict[str, torch.Tensor]) -> None:
+        file = self.folder / "delta.safetensors"
+        save_file(pairs, file)
+        update_id = self.llm.start_weight_update(manifest=self.manifest)["update_id"]
+        try:
+            self.llm.update_weights({"path": str(file)}, update_id=update_id)
+            self.llm.finish_weight_update(update_id=update_id)
+        except BaseException:
+            self.llm.abort_weight_update(update_id=update_id)
+            raise
+
+
+def served(llm: Any) -> tuple[str, str]:
+    """Label and digest."""
+    info = llm.weight_info()
+    return info["weight_version"], info["digest"]
+
+
+@pytest.fixture
+def sent(llm, weights, tmp_path) -> Iterator[Sent]:
+    """A delta by hand; whatever a test does to it, nothing changes and a good one
+    works afterwards."""
+    with Publisher(llm, weights) as to:
+        to.publish("base")
+    before = served(llm), tokens(llm)
+    sent = Sent(llm, weights, tmp_path)
+    yield sent
+    assert (served(llm), tokens(llm)) == before
+    good = Sent(llm, weights, tmp_path)
+    good.send(good.pairs())
+    assert llm.weight_info()["digest"] != before[0][1]
+
+
+def test_a_lost_part_changes_nothing(sent):
+    pairs = sent.pairs()
+    del pairs["delta.1.data"]
+    with pytest.raises(Malformed, match=r"delta\.1\.data did not arrive"):
+        sent.send(pairs)
+
+
+def test_a_lost_end_changes_nothing(sent):
+    pairs = sent.pairs()
+    last = len(sent.parts) - 1
+    del pairs[f"delta.{last}.table"], pairs[f"delta.{last}.data"]
+    with pytest.raises(WeightsMismatch):
+        sent.send(pairs)
+
+
+def test_a_flipped_bit_changes_nothing(sent):
+    pairs = sent.pairs()
+    data = pairs["delta.0.data"]
+    data[len(data) // 2] ^= 1
+    with pytest.raises(InflightError):
+        sent.send(pairs)
+
+
+def test_a_delta_from_another_version_is_rejected_at_once(sent, llm):
+    sent.manifest["base"] = "0" * 32
+    with pytest.raises(BaseMismatch, match="0000") as rejected:
+        sent.send(sent.pairs())
+    assert rejected.value.served == llm.weight_info()["digest"]

@@ -1,0 +1,1 @@
+"""Applying deltas on a rank."""

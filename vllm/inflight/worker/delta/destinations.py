@@ -1,0 +1,140 @@
+"""Where the elements of a checkpoint tensor are served on this rank.
+
+The replay plan (replay_plan.py) says which part of a tensor its loader copies into
+which view of which parameter. Here single elements are followed along these copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from vllm.inflight.worker.replay_plan import Copied, Entry, View, are_apart
+
+
+class Found(NamedTuple):
+    """The elements of a tensor that lie in one parameter.
+
+    `chosen` picks them from the elements that were asked for; None means all of them.
+    `offsets` are their places in the parameter, counted in elements of its memory.
+    """
+
+    param: str
+    chosen: torch.Tensor | None
+    offsets: torch.Tensor
+
+
+class Destinations:
+    """The places of one checkpoint tensor in the parameters of a rank.
+
+    Args:
+        entry: what the loader does with the tensor.
+
+    """
+
+    def __init__(self, entry: Entry) -> None:
+        self._copies = entry.copies
+        self._numel = entry.shape.numel()
+
+    @classmethod
+    def of(cls, entry: Entry | None) -> Destinations | None:
+        """The places of a tensor with this entry; None if they are not all known.
+
+        They are known if the loader only copies, keeps every bit, and the replay check
+        has passed.
+        """
+        if entry is None or not entry.is_proved or not entry.copies:
+            return None
+        has_all = entry.is_whole and entry.is_traced
+        if not has_all or not all(map(_is_plain, entry.copies)):
+            return None
+        return cls(entry)
+
+    @property
+    def params(self) -> set[str]:
+        """The parameters that hold an element of the tensor."""
+        return {copied.param for copied in self._copies}
+
+    @property
+    def has_all(self) -> bool:
+        """Whether every element of the tensor is served on this rank, and once."""
+        parts = [copied.part for copied in self._copies]
+        return sum(prod(shape) for _, shape, _ in parts) == self._numel and are_apart(
+            parts
+        )
+
+    def find(self, places: torch.Tensor) -> Iterator[Found]:
+        """The elements of each parameter.
+
+        Args:
+            places: numbers of elements in the row-major tensor, int64 [n], on any
+                device.
+
+        """
+        for copied in self._copies:
+            offsets, inside = follow(places, copied.part, copied.view)
+            if prod(copied.part[1]) == self._numel:
+                yield Found(copied.param, None, offsets)  # no look at the GPU
+                continue
+            (chosen,) = inside.nonzero(as_tuple=True)
+            if len(chosen):
+                yield Found(copied.param, chosen, offsets[chosen])
+
+
+def follow(
+    places: torch.Tensor, part: View, view: View
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Follow elements from a part of one tensor into a view of another.
+
+    Args:
+        places: element numbers in the first tensor, int64 [n].
+        part: a part of the first tensor, whose strides nest; see `nests`.
+        view: of the same shape.
+
+    Returns:
+        the element numbers in the second tensor, and whether each place is inside the
+        part. The number of a place that is outside means nothing.
+
+    """
+    first, shape, stride = part
+    left = places - first
+    offsets = torch.full_like(places, view[0])
+    inside = left >= 0
+    for size, step, to in _widest_first(shape, stride, view[2]):
+        index = left.div(step, rounding_mode="floor")
+        left = left - index * step
+        offsets += index * to
+        inside &= index < size
+    inside &= left == 0
+    return offsets, inside
+
+
+def nests(part: View) -> bool:
+    """Whether each element number has one place in a part, found dimension by
+    dimension.
+
+    All parts that slices of a row-major tensor can be are so, whatever the order of
+    their dimensions.
+    """
+    _, shape, stride = part
+    reach = 1
+    for size, step, _ in reversed(_widest_first(shape, stride, stride)):
+        if step < reach:
+            return False
+        reach += (size - 1) * step
+    return True
+
+
+def _is_plain(copied: Copied) -> bool:
+    return copied.is_exact and nests(copied.part)
+
+
+def _widest_first(
+    shape: Sequence[int], stride: Sequence[int], other: Sequence[int]
+) -> list[tuple[int, int, int]]:
+    """(size, stride, other stride) of the dimensions that are longer than one."""
+    dims = [dim for dim in zip(shape, stride, other, strict=True) if dim[0] > 1]
+    return sorted(dims, key=lambda dim: -dim[1])
