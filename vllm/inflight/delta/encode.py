@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 import torch
 
 from vllm.inflight.delta import compression
-from vllm.inflight.delta.part import HEADER, MAX_ELEMENTS, ROW, ZSTD, Part, ValueForm
+from vllm.inflight.delta.part import HEADER, ROW, ZSTD, Part, ValueForm, block_elements
 from vllm.inflight.ops import INTEGERS, native_core
 
 MAX_PART_BYTES = 32 << 20
@@ -96,7 +96,7 @@ class Encoder:
         yield from self._on(before.device)
         assert self._coder is not None
         # Few blocks at a time, so that not much more than one part is in memory.
-        step = _block_elements(self._limit, before.element_size())
+        step = block_elements(self._limit, before.element_size())
         step *= 4 * self._num_threads
         for start in range(0, before.numel(), step):
             stretch = slice(start, start + step)
@@ -212,7 +212,7 @@ class _HostCoder:
         )
 
     def _options(self, width: int) -> tuple[int, int, int, int]:
-        per_block = _block_elements(self._limit, width)
+        per_block = block_elements(self._limit, width)
         return width, per_block, self._values, self._num_threads
 
     def take(self, limit: int) -> Part:
@@ -225,11 +225,6 @@ class _HostCoder:
         taken = (num_rows, table.data_ptr(), data.data_ptr())
         self.num_bytes = self._core.delta_take(self._queue, *taken)
         return Part(table, data)
-
-
-def _block_elements(limit: int, width: int) -> int:
-    """Elements of a block: as many as fit into half a part, whatever changed."""
-    return min(MAX_ELEMENTS, 1 << (limit // (2 * width)).bit_length() - 1)
 
 
 def _pair(old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

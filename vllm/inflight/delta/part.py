@@ -157,6 +157,11 @@ class Part:
         return plain.to(self.data.device)
 
 
+def block_elements(limit: int, width: int) -> int:
+    """Elements of a block: as many as fit into half a part, whatever changed."""
+    return min(MAX_ELEMENTS, 1 << (limit // (2 * width)).bit_length() - 1)
+
+
 def array_address(values: array[int]) -> int:
     """Address of the first value."""
     return values.buffer_info()[0]

@@ -29,7 +29,7 @@ Sections = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """Chunks, places, values, exceptions; flat uint8."""
 
 CHUNK_BYTES = 12
-CODE_BYTES = {PlaceForm.GAPS8: 1, PlaceForm.GAPS16: 2}
+CODE_BYTES: dict[int, int] = {PlaceForm.GAPS8: 1, PlaceForm.GAPS16: 2}
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -47,7 +47,7 @@ class EncodedBlock:
 
 def section_bytes(row: Block) -> tuple[int, int, int, int]:
     """Bytes of the sections of a block."""
-    gap = CODE_BYTES.get(PlaceForm(row.form), 0)
+    gap = CODE_BYTES.get(row.form, 0)
     chunks = -(-row.num_codes // CHUNK_CODES) if gap else 0
     places = gap * row.num_codes
     if row.form == PlaceForm.BITMAP:
@@ -181,7 +181,7 @@ def _encode_places(
         ends = torch.cat((entry[1:], entry.new_full((1,), len(inside))))
         pairs = torch.stack((first, ends - entry), 1)
         return form, num_codes, nothing, _bytes(pairs.to(torch.int32).reshape(-1))
-    code_bytes = CODE_BYTES[PlaceForm(form)]
+    code_bytes = CODE_BYTES[form]
     most = (1 << 8 * code_bytes) - 1
     at = (gaps // most + 1).cumsum(0) - 1
     codes = torch.full((num_codes,), most, dtype=torch.int64, device=inside.device)
@@ -215,9 +215,9 @@ def decode_block(
         escapes = torch.zeros_like(places).bool()
         if codes is not None:
             escapes = codes == (1 << 8 * block.code_bytes) - 1
-        form = PlaceForm(block.form)
-        gaps = _unsigned(_section(block, data, 1), CODE_BYTES[form])
-        wanted = _chunks(gaps, (1 << 8 * CODE_BYTES[form]) - 1, escapes)
+        code_bytes = CODE_BYTES[block.form]
+        gaps = _unsigned(_section(block, data, 1), code_bytes)
+        wanted = _chunks(gaps, (1 << 8 * code_bytes) - 1, escapes)
         demand(
             bool((wanted == _section(block, data, 0)).all()),
             index,
@@ -247,7 +247,7 @@ def decode_places(block: Block, index: int, data: torch.Tensor) -> torch.Tensor:
         inside = torch.repeat_interleave(starts - entry, lengths)
         inside = inside + torch.arange(len(inside), device=data.device)
     else:
-        code_bytes = CODE_BYTES[PlaceForm(block.form)]
+        code_bytes = CODE_BYTES[block.form]
         codes = _unsigned(section, code_bytes)
         is_entry = codes != (1 << 8 * code_bytes) - 1
         last = bool(is_entry[-1])
