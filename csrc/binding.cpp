@@ -1,6 +1,7 @@
 // Exports only: blocks and sums are passed as packed u64.
 #include <Python.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "arena_binding.h"
+#include "delta_binding.h"
 #include "digest.h"
 #include "nonfinite.h"
 #include "parallel.h"
@@ -68,7 +70,8 @@ PyObject* run(PyObject* args, uint64_t per_owner,
     const std::unique_ptr<Atomics[]> out(new Atomics[num_sums]());
     const std::vector<Piece> pieces = cut(own.data(), own.size());
     PyThreadState* gil = PyEval_SaveThread();
-    share_out(pieces, num_threads, [&](const Piece& piece) { work(piece, out.get()); });
+    share_out(pieces.size(), num_threads,
+              [&](uint64_t i) { work(pieces[i], out.get()); });
     PyEval_RestoreThread(gil);
     std::vector<uint64_t> sums(num_sums);
     for (size_t i = 0; i < num_sums; ++i) sums[i] = out[i].load();
@@ -81,6 +84,38 @@ PyObject* run(PyObject* args, uint64_t per_owner,
 
 PyObject* digest(PyObject*, PyObject* args) { return run(args, 2, digest_piece); }
 PyObject* nonfinite(PyObject*, PyObject* args) { return run(args, 1, nonfinite_piece); }
+
+constexpr uint64_t kPieceChanges = uint64_t(1) << 15;
+
+// (places, old_bits, new_bits, num, width, num_threads) -> two u64; addresses first
+PyObject* digest_of_changes(PyObject*, PyObject* args) {
+  unsigned long long places, old_bits, new_bits, num, width, num_threads;
+  if (!PyArg_ParseTuple(args, "KKKKKK", &places, &old_bits, &new_bits, &num, &width,
+                        &num_threads))
+    return nullptr;
+  const auto digest = width == 1   ? digest_changes<uint8_t>
+                      : width == 2 ? digest_changes<uint16_t>
+                      : width == 4 ? digest_changes<uint32_t>
+                      : width == 8 ? digest_changes<uint64_t>
+                                   : nullptr;
+  if (digest == nullptr)
+    return PyErr_Format(PyExc_ValueError, "an element of %llu bytes", width);
+  Atomics a{0}, b{0};
+  PyThreadState* gil = PyEval_SaveThread();
+  share_out((num + kPieceChanges - 1) / kPieceChanges, num_threads, [&](uint64_t i) {
+    const uint64_t first = i * kPieceChanges;
+    Sums sums;
+    digest(reinterpret_cast<const int64_t*>(uintptr_t(places)) + first,
+           reinterpret_cast<const unsigned char*>(uintptr_t(old_bits)) + first * width,
+           reinterpret_cast<const unsigned char*>(uintptr_t(new_bits)) + first * width,
+           std::min<uint64_t>(kPieceChanges, num - first), sums);
+    a.fetch_add(sums.a, std::memory_order_relaxed);
+    b.fetch_add(sums.b, std::memory_order_relaxed);
+  });
+  PyEval_RestoreThread(gil);
+  return Py_BuildValue("KK", static_cast<unsigned long long>(a.load()),
+                       static_cast<unsigned long long>(b.load()));
+}
 
 PyObject* kernel_names(PyObject*, PyObject*) {
   PyObject* names = PyList_New(0);
@@ -108,6 +143,9 @@ PyMethodDef methods[] = {
      "digest(blocks, num_owners, num_threads) -> two u64 for every owner"},
     {"nonfinite", nonfinite, METH_VARARGS,
      "nonfinite(blocks, num_owners, num_threads) -> one u64 for every owner"},
+    {"digest_of_changes", digest_of_changes, METH_VARARGS,
+     "digest_of_changes(places, old_bits, new_bits, num, width, num_threads) -> two "
+     "u64"},
     {"kernels", kernel_names, METH_NOARGS,
      "kernels() -> names of the digest kernels this processor can run, fastest first"},
     {"use_kernel", use_kernel, METH_VARARGS,
@@ -129,6 +167,7 @@ PyModuleDef module = {
 
 PyMODINIT_FUNC PyInit__C() {
   PyObject* created = PyModule_Create(&module);
-  if (created != nullptr && add_arena(created) != 0) Py_CLEAR(created);
+  if (created != nullptr && (add_arena(created) != 0 || add_delta(created) != 0))
+    Py_CLEAR(created);
   return created;
 }

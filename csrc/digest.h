@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
@@ -117,6 +118,38 @@ inline void digest_run(const unsigned char* data, uint64_t length, uint64_t offs
     left -= num;
   }
   if (length % 8 != 0) partial_chunk(data, 0, length % 8, chunk, sums);
+}
+
+// What changed elements add to the digest: the terms of the new bits less the terms of
+// the old ones. The terms of the offsets cancel. `places` are numbers of elements.
+template <class T>
+void digest_changes(const int64_t* places, const unsigned char* old_bits,
+                    const unsigned char* new_bits, uint64_t num, Sums& sums) {
+  uint64_t a = 0, b = 0;
+  for (uint64_t i = 0; i < num; ++i) {
+    const uint64_t offset = uint64_t(places[i]) * sizeof(T);
+    const uint32_t page = page_key(uint32_t(offset >> 35));
+    const uint32_t weyl = uint32_t(offset >> 3) * kWeyl + page;
+    const uint32_t mixed = (weyl ^ (weyl >> 16)) * kMul1;
+    const uint32_t g = mixed ^ (mixed >> 15);
+    const uint32_t spread = g * kMul2;
+    const uint32_t k = spread ^ (spread >> 15) ^ page;
+    T before, now;
+    std::memcpy(&before, old_bits + i * sizeof(T), sizeof(T));
+    std::memcpy(&now, new_bits + i * sizeof(T), sizeof(T));
+    uint64_t real, imaginary = 0;
+    if (sizeof(T) == 8) {
+      real = uint64_t(uint32_t(now)) - uint32_t(before);
+      imaginary = (uint64_t(now) >> 32) - (uint64_t(before) >> 32);
+    } else {
+      real = (uint64_t(now) - uint64_t(before)) << 8 * (offset & 3);
+      if (offset & 4) std::swap(real, imaginary);
+    }
+    a += real * g + imaginary * k;
+    b += real * k - imaginary * g;
+  }
+  sums.a += a;
+  sums.b += b;
 }
 
 }  // namespace inflight

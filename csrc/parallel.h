@@ -41,17 +41,16 @@ inline std::vector<Piece> cut(const Block* blocks, uint64_t num_blocks) {
   return pieces;
 }
 
-// Calls work(piece) once for every piece, on the calling thread and up to
+// Calls work(i) once for every i below `count`, on the calling thread and up to
 // num_threads - 1 others.
 template <class Work>
-void share_out(const std::vector<Piece>& pieces, uint64_t num_threads,
-               const Work& work) {
+void share_out(uint64_t count, uint64_t num_threads, const Work& work) {
   std::atomic<uint64_t> next{0};
   const auto take = [&] {
-    for (uint64_t i; (i = next.fetch_add(1)) < pieces.size();) work(pieces[i]);
+    for (uint64_t i; (i = next.fetch_add(1)) < count;) work(i);
   };
   std::vector<std::thread> helpers;
-  const uint64_t wanted = std::min<uint64_t>(num_threads, pieces.size());
+  const uint64_t wanted = std::min<uint64_t>(num_threads, count);
   try {
     helpers.reserve(wanted);
     while (helpers.size() + 1 < wanted) helpers.emplace_back(take);

@@ -44,6 +44,8 @@ follow_imports = normal
 implicit_reexport = True
 [mypy-{OURS}.ops.triton_kernels]
 ignore_errors = True
+[mypy-{OURS}.delta.triton_kernels]
+ignore_errors = True
 """
 
 ROOM = RELEASES / "types"

@@ -27,6 +27,7 @@ PACKAGES = (
     ("background",),
     ("connection",),
     ("ops", "_C"),
+    ("delta",),
     ("releases",),
     ("upstream",),
     ("attached",),
@@ -253,7 +254,7 @@ def test_the_vocabulary_is_plain_data():
 
 def test_the_trainer_package_knows_nothing_of_the_engine():
     """It imports the plain data, threads, connections and ops, and nothing else."""
-    allowed = {*VOCABULARY, "background", "connection", "ops", "_C", "trainer"}
+    allowed = {*VOCABULARY, "background", "connection", "ops", "_C", "delta", "trainer"}
     strangers = [
         f"{ids(file)}:{line} imports {module}"
         for file in FILES

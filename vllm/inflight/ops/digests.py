@@ -152,6 +152,49 @@ def counts_of_part(
     return Digest(COUNT * num * width % 2**64, PLACE * places % 2**64)
 
 
+def digest_of_changes(
+    places: torch.Tensor,
+    old_bits: torch.Tensor,
+    new_bits: torch.Tensor,
+    width: int,
+    *,
+    num_threads: int = 1,
+) -> Digest:
+    """What changed elements add to the digest of their tensor.
+
+    The digest of the new tensor is the digest of the old one plus this.
+
+    Args:
+        places: numbers of the changed elements in the whole tensor; int64.
+        old_bits: the elements before, of any dtype of that width.
+        new_bits: the elements now, likewise.
+        width: bytes of an element.
+        num_threads: threads that share the work on the host.
+
+    """
+    bits = [
+        each.detach().contiguous().view(INTEGERS[width])
+        for each in (old_bits, new_bits)
+    ]
+    if places.dtype is not torch.int64 or not all(
+        each.shape == places.shape and each.device == places.device for each in bits
+    ):
+        raise ValueError(
+            "every changed element needs an int64 place and its bits, on one device"
+        )
+    places = places.contiguous()
+    if places.device.type == "cpu":
+        addresses = [tensor.data_ptr() for tensor in (places, *bits)]
+        return Digest(
+            *native_core().digest_of_changes(
+                *addresses, places.numel(), width, _threads(num_threads)
+            )
+        )
+    from vllm.inflight.ops.triton_kernels import sums_of_changes
+
+    return Digest(*sums_of_changes(places, *bits))
+
+
 def digest_reference(
     tensor: torch.Tensor,
     full_shape: Sequence[int] | None = None,

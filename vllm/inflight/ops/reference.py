@@ -65,6 +65,27 @@ def reference_sums(
     return a % 2**64, b % 2**64
 
 
+def reference_changes(
+    places: torch.Tensor, old_bits: torch.Tensor, new_bits: torch.Tensor, width: int
+) -> tuple[int, int]:
+    """What changed elements add to both sums; the bits are integers of their width."""
+    offsets = places * width
+    before, now = (bits.to(torch.int64) for bits in (old_bits, new_bits))
+    if width == 8:
+        real = (now & LOW32) - (before & LOW32)
+        imaginary = ((now >> 32) & LOW32) - ((before >> 32) & LOW32)
+    else:
+        mask = (1 << 8 * width) - 1
+        values = ((now & mask) - (before & mask)) << 8 * (offsets & 3)
+        in_high_word = offsets & 4 != 0
+        real = values.masked_fill(in_high_word, 0)
+        imaginary = values.masked_fill(~in_high_word, 0)
+    g, k = chunk_key(offsets >> 3, page_key(offsets >> 35))
+    a = int((real * g + imaginary * k).sum())
+    b = int((real * k - imaginary * g).sum())
+    return a % 2**64, b % 2**64
+
+
 def leaves(
     tensor: torch.Tensor, strides: Sequence[int], start: int
 ) -> Iterator[tuple[torch.Tensor, int]]:

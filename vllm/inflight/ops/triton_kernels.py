@@ -144,3 +144,57 @@ def add_sums(
         BLOCK=CHUNKS_PER_STEP,
         NUM_STEPS=STEPS,
     )
+
+
+CHANGES_PER_PROGRAM = 1024
+
+
+@triton.jit(
+    do_not_specialize=["num"],
+    do_not_specialize_on_alignment=["places", "old_bits", "new_bits", "sums"],
+)
+def _changes(
+    places, old_bits, new_bits, sums, num, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < num
+    offset = tl.load(places + at, mask=inside, other=0) * WIDTH
+    before = tl.load(old_bits + at, mask=inside, other=0).to(tl.int64)
+    now = tl.load(new_bits + at, mask=inside, other=0).to(tl.int64)
+    # Each change has its own page, as its place may be anywhere.
+    page = (offset >> 35).to(tl.uint32) + 1
+    page = (page ^ (page >> 16)) * 0x21F0AAAD
+    page = (page ^ (page >> 15)) * 0xD35A2D97
+    page = page ^ (page >> 15)
+    weyl = (offset >> 3).to(tl.uint32) * 0x9E3779B9 + page
+    mixed = (weyl ^ (weyl >> 16)) * 0x21F0AAAD
+    g = mixed ^ (mixed >> 15)
+    spread = g * 0xD35A2D97
+    k = (spread ^ (spread >> 15) ^ page).to(tl.int64)
+    g = g.to(tl.int64)
+    if WIDTH == 8:
+        x = (now & 0xFFFFFFFF) - (before & 0xFFFFFFFF)
+        y = ((now >> 32) & 0xFFFFFFFF) - ((before >> 32) & 0xFFFFFFFF)
+    else:
+        mask = (1 << (8 * WIDTH)) - 1
+        value = ((now & mask) - (before & mask)) << (8 * (offset & 3))
+        x = tl.where((offset & 4) == 0, value, 0)
+        y = tl.where((offset & 4) == 0, 0, value)
+    tl.atomic_add(sums, tl.sum(x * g + y * k, 0))
+    tl.atomic_add(sums + 1, tl.sum(x * k - y * g, 0))
+
+
+def sums_of_changes(
+    places: torch.Tensor, old_bits: torch.Tensor, new_bits: torch.Tensor
+) -> tuple[int, int]:
+    """What changed elements add to both sums of the digest; see ops/digests.py."""
+    num = places.numel()
+    sums = torch.zeros(2, dtype=torch.int64, device=places.device)
+    if num:
+        _changes[(triton.cdiv(num, CHANGES_PER_PROGRAM),)](
+            *(places, old_bits, new_bits, sums, num),
+            WIDTH=old_bits.element_size(),
+            BLOCK=CHANGES_PER_PROGRAM,
+        )
+    a, b = sums.tolist()
+    return a % 2**64, b % 2**64

@@ -1,0 +1,116 @@
+"""The codec of deltas on a real GPU: the bytes of the host, both ways."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from tests.support.deltas import (
+    DTYPES,
+    integers,
+    parts_of,
+    random_bits,
+    scattered,
+    with_changes,
+)
+from vllm.inflight import delta, ops
+from vllm.inflight.errors import Malformed
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+SIZE = 5_000_003
+
+
+def pairs_of(dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    old = random_bits(dtype, SIZE)
+    most = 0 if dtype is torch.bool else 200
+    changes = [scattered(SIZE, share) for share in (0.0003, 0.01, 0.4)]
+    rows = torch.cat([torch.arange(4096) + 50_001 * row for row in range(9)])
+    changes += [torch.arange(0), torch.arange(SIZE), torch.tensor([SIZE - 1]), rows]
+    return [(old, with_changes(old, places, most=most)) for places in changes]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("values", ["auto", "raw", "difference"])
+def test_a_gpu_writes_and_reads_the_parts_of_the_host(dtype, values):
+    pairs = pairs_of(dtype)
+    wanted = parts_of(pairs, values=values)
+    on_gpu = [(old.cuda(), new.cuda()) for old, new in pairs]
+    seen = parts_of(on_gpu, values=values)
+    counts, widths = [SIZE] * len(pairs), [dtype.itemsize] * len(pairs)
+    assert len(seen) == len(wanted)
+    for part, other in zip(seen, wanted, strict=True):
+        assert part.data.is_cuda
+        assert torch.equal(part.table.cpu(), other.table)
+        assert torch.equal(part.data.cpu(), other.data)
+        for each in (part, other):
+            each.check(counts, widths)
+        for found, same in zip(delta.decode(part), delta.decode(other), strict=True):
+            assert found.places.is_cuda and found.number == same.number
+            assert torch.equal(found.places.cpu(), same.places)
+            assert torch.equal(found.bits.cpu(), same.bits)
+            assert found.are_differences == same.are_differences
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_changes_are_applied_counted_and_digested_on_the_gpu(dtype):
+    for old, new in pairs_of(dtype):
+        live = old.cuda()
+        assert delta.changed(live, new.cuda()) == delta.changed(old, new)
+        sums = ops.digest([old])[0]
+        for part in parts_of([(live, new.cuda())]):
+            part.check([SIZE], [dtype.itemsize])
+            for changes in delta.decode(part):
+                before = integers(live)[changes.places]
+                bits = before, changes.new_bits(before)
+                sums += ops.digest_of_changes(changes.places, *bits, dtype.itemsize)
+                delta.apply(changes, live)
+        assert torch.equal(integers(live.cpu()), integers(new))
+        assert sums == ops.digest([new])[0]
+
+
+def test_a_damaged_part_is_refused_on_the_gpu():
+    old = random_bits(torch.bfloat16, SIZE)
+    (part,) = parts_of([(old, with_changes(old, scattered(SIZE, 0.01), most=2))])
+    on_gpu = delta.Part(part.table.cuda(), part.data.cuda())
+    on_gpu.check([SIZE], [2])
+    block = on_gpu.blocks()[1]
+    for at in (block.chunks_at, block.places_at + 9, block.values_at + 9):
+        whole = on_gpu.data[at].clone()
+        on_gpu.data[at] = 255
+        with pytest.raises(Malformed, match="row 1: "):
+            delta.decode(on_gpu)
+        on_gpu.data[at] = whole
+    assert len(list(delta.decode(on_gpu))) == 1
+    on_gpu.data.random_(0, 256)
+    with pytest.raises(Malformed, match="row 0: "):
+        delta.decode(on_gpu)
+
+
+def test_the_codec_prints_its_speed():
+    old = torch.empty(1 << 28, dtype=torch.bfloat16, device="cuda").normal_(std=0.02)
+    new = old.clone()
+    places = torch.arange(50, len(old), 100, device="cuda")
+    new.view(torch.int16)[places] += 1
+    for _ in range(2):  # the first compiles
+        times = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+        times[0].record()
+        parts = parts_of([(old, new)])
+        times[1].record()
+        changes = []
+        for part in parts:
+            part.check([len(old)], [2])
+            changes += delta.decode(part)
+        times[2].record()
+        for each in changes:
+            delta.apply(each, old)
+        times[3].record()
+        times[3].synchronize()
+        if torch.equal(old, new):
+            old.view(torch.int16)[places] -= 1
+    spans = [a.elapsed_time(b) for a, b in pairwise(times)]
+    print("encode {:.1f} ms, decode {:.1f} ms, apply {:.1f} ms".format(*spans))
+    assert sum(len(each.places) for each in changes) == len(places)

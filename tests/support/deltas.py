@@ -1,0 +1,99 @@
+"""Tensors that differ in chosen places, and what their delta must say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from vllm.inflight import delta
+from vllm.inflight.ops import INTEGERS
+
+DTYPES = [
+    *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz),
+    *(torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.bool, torch.uint8),
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+]
+
+
+def integers(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of a tensor, flat, as integers of their width."""
+    return tensor.reshape(-1).view(INTEGERS[tensor.element_size()])
+
+
+def random_bits(dtype: torch.dtype, size: int, seed: int = 0) -> torch.Tensor:
+    """A tensor of random bits, NaNs included."""
+    generator = torch.Generator().manual_seed(seed)
+    high = 2 if dtype is torch.bool else 256
+    shape = (size * dtype.itemsize,)
+    return torch.randint(high, shape, dtype=torch.uint8, generator=generator).view(
+        dtype
+    )
+
+
+def with_changes(
+    old: torch.Tensor, places: torch.Tensor | Sequence[int], *, most: int = 0
+) -> torch.Tensor:
+    """A copy that differs in exactly these places.
+
+    Args:
+        old: a flat tensor.
+        places: numbers of the elements to change.
+        most: largest change in units in the last place; 0: any bits.
+
+    """
+    new = old.clone()
+    at = torch.as_tensor(places, dtype=torch.int64)
+    bits = integers(new)
+    generator = torch.Generator().manual_seed(len(at))
+    if old.dtype is torch.bool:
+        bits[at] ^= 1
+    elif most:
+        steps = torch.randint(1, most + 1, at.shape, generator=generator)
+        signs = torch.randint(0, 2, at.shape, generator=generator) * 2 - 1
+        bits[at] += (steps * signs).to(bits.dtype)
+    else:
+        high = 2 ** min(8 * old.element_size() - 1, 62)
+        bits[at] ^= torch.randint(1, high, at.shape, generator=generator).to(bits.dtype)
+    return new
+
+
+def scattered(size: int, share: float, seed: int = 0) -> torch.Tensor:
+    """About that share of all places."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.rand(size, generator=generator) < share).nonzero().squeeze(1)
+
+
+def parts_of(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], **options: object
+) -> list[delta.Part]:
+    """The parts of a delta between tensors, numbered from 0."""
+    encoder = delta.Encoder(**options)  # type: ignore[arg-type]
+    parts = []
+    for number, (old, new) in enumerate(pairs):
+        parts += encoder.add(number, old, new)
+    return parts + list(encoder.finish())
+
+
+def decoded(
+    parts: Sequence[delta.Part], tensors: Sequence[torch.Tensor]
+) -> list[delta.Changes]:
+    """All changes of checked parts."""
+    counts = [tensor.numel() for tensor in tensors]
+    widths = [tensor.element_size() for tensor in tensors]
+    changes = []
+    for part in parts:
+        part.check(counts, widths)
+        changes += delta.decode(part)
+    return changes
+
+
+def applied(
+    parts: Sequence[delta.Part], olds: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Copies of the old tensors with a delta applied."""
+    copies = [old.clone() for old in olds]
+    for changes in decoded(parts, olds):
+        delta.apply(changes, copies[changes.number].view(-1))
+    return copies

@@ -1,0 +1,258 @@
+"""Encoding a delta: finding what changed, and filling parts with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, Protocol
+
+import torch
+
+from vllm.inflight.delta import compression
+from vllm.inflight.delta.part import HEADER, ROW, ZSTD, Part, ValueForm, block_elements
+from vllm.inflight.ops import INTEGERS, native_core
+
+MAX_PART_BYTES = 32 << 20
+"""Most bytes of a part, unless a caller sets another limit."""
+LEAST_PART_BYTES = 64 << 10
+"""A smaller limit would leave no room for a block of a useful size."""
+
+VALUES = {"auto": 0, "raw": int(ValueForm.RAW), "difference": int(ValueForm.DIFFERENCE)}
+"""What a caller asks for -> what the coders call it."""
+
+
+class Coder(Protocol):
+    """Encodes blocks, which wait until a part takes them."""
+
+    def add(
+        self, number: int, start: int, old: torch.Tensor, new: torch.Tensor
+    ) -> None:
+        """Encode the changes between two flat tensors of integers from `start` on."""
+
+    def add_places(
+        self, number: int, places: torch.Tensor, old: torch.Tensor, new: torch.Tensor
+    ) -> None:
+        """Encode changes with known places."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a part of all blocks that wait; 0 without any."""
+
+    def take(self, limit: int) -> Part:
+        """The first blocks that wait and fit into `limit` bytes, as a part."""
+
+
+class Encoder:
+    """Makes the parts of one delta; not for several threads at once.
+
+    Tensors come in the order of their numbers, each once. The methods are generators:
+    they work while their parts are taken.
+
+    Args:
+        max_part_bytes: most bytes of a part before compression, at least 65536.
+        values: "raw" for new bits, "difference" for new minus old bits, "auto" for the
+            smaller one of each block.
+        compress: level of zstd; None: no compression. It needs the package zstandard.
+        num_threads: threads that share the blocks on the host.
+
+    """
+
+    def __init__(
+        self,
+        max_part_bytes: int = MAX_PART_BYTES,
+        values: Literal["auto", "raw", "difference"] = "auto",
+        compress: int | None = None,
+        *,
+        num_threads: int = 1,
+    ) -> None:
+        if max_part_bytes < LEAST_PART_BYTES:
+            raise ValueError(f"max_part_bytes must be at least {LEAST_PART_BYTES}")
+        if values not in VALUES:
+            raise ValueError(f"values must be one of {', '.join(VALUES)}")
+        if num_threads < 1:
+            raise ValueError(f"num_threads must be at least 1, got {num_threads}")
+        if compress is not None:
+            compression.require()
+        self._limit, self._values, self._compress = max_part_bytes, values, compress
+        self._num_threads = num_threads
+        self._coder: Coder | None = None
+        self._device: torch.device | None = None
+        self._last = (-1, -1)
+        """(number, element) up to which the delta is encoded."""
+
+    def add(self, number: int, old: torch.Tensor, new: torch.Tensor) -> Iterator[Part]:
+        """Encode the changes of one tensor.
+
+        Args:
+            number: number of the tensor in the delta's list of names.
+            old: the tensor before, contiguous.
+            new: the tensor now: same shape, dtype and device, contiguous.
+
+        Yields:
+            Parts that are full.
+
+        """
+        before, now = _pair(old, new)
+        self._advance(number, 0, max(before.numel() - 1, 0))
+        yield from self._on(before.device)
+        assert self._coder is not None
+        # Few blocks at a time, so that not much more than one part is in memory.
+        step = block_elements(self._limit, before.element_size())
+        step *= 4 * self._num_threads
+        for start in range(0, before.numel(), step):
+            stretch = slice(start, start + step)
+            self._coder.add(number, start, before[stretch], now[stretch])
+            yield from self._full()
+
+    def add_places(
+        self,
+        number: int,
+        positions: torch.Tensor,
+        old_bits: torch.Tensor,
+        new_bits: torch.Tensor,
+    ) -> Iterator[Part]:
+        """Encode changes whose places are known.
+
+        Args:
+            number: number of the tensor in the delta's list of names. It may come
+                again with later positions.
+            positions: numbers of the changed elements, strictly increasing; int64.
+            old_bits: the elements before, of any dtype of their width.
+            new_bits: the elements now, of the same dtype.
+
+        Yields:
+            Parts that are full.
+
+        """
+        before, now = _pair(old_bits, new_bits)
+        if positions.shape != before.shape or positions.dtype is not torch.int64:
+            raise ValueError("positions must be an int64 for each changed element")
+        if not len(positions):
+            return
+        self._advance(number, int(positions[0]), int(positions[-1]))
+        yield from self._on(before.device)
+        assert self._coder is not None
+        self._coder.add_places(number, positions.contiguous(), before, now)
+        yield from self._full()
+
+    def finish(self) -> Iterator[Part]:
+        """Yield what is left; the next delta may begin then."""
+        while self._coder is not None and self._coder.num_bytes:
+            yield self._take()
+        self._coder, self._last = None, (-1, -1)
+
+    def _advance(self, number: int, first: int, last: int) -> None:
+        if not 0 <= number < 1 << 32 or (number, first) <= self._last:
+            raise ValueError(
+                f"tensor {number} from element {first} on is not behind what was "
+                "encoded before; tensors come in the order of their numbers"
+            )
+        self._last = (number, last)
+
+    def _on(self, device: torch.device) -> Iterator[Part]:
+        """Make the coder for a device; blocks of another device leave before."""
+        if self._coder is not None and device == self._device:
+            return
+        while self._coder is not None and self._coder.num_bytes:
+            yield self._take()
+        self._device = device
+        options = (self._limit, VALUES[self._values])
+        if device.type == "cpu":
+            self._coder = _HostCoder(*options, self._num_threads)
+        else:
+            from vllm.inflight.delta.device_encode import DeviceCoder
+
+            self._coder = DeviceCoder(*options)
+
+    def _full(self) -> Iterator[Part]:
+        while self._coder is not None and self._coder.num_bytes > self._limit:
+            yield self._take()
+
+    def _take(self) -> Part:
+        assert self._coder is not None
+        part = self._coder.take(self._limit)
+        if self._compress is None:
+            return part
+        return _compressed(part, self._compress)
+
+
+def changed(old: torch.Tensor, new: torch.Tensor, *, num_threads: int = 1) -> int:
+    """The number of elements whose bits differ between two contiguous tensors."""
+    before, now = _pair(old, new)
+    if before.device.type != "cpu":
+        return int((before != now).sum())
+    return native_core().delta_count(
+        *(before.data_ptr(), now.data_ptr(), before.numel()),
+        *(before.element_size(), num_threads),
+    )
+
+
+class _HostCoder:
+    """Encodes with the native core."""
+
+    def __init__(self, limit: int, values: int, num_threads: int) -> None:
+        self._limit, self._values, self._num_threads = limit, values, num_threads
+        self._core = native_core()
+        self._queue = self._core.delta_open()
+        self.num_bytes = 0
+
+    def add(
+        self, number: int, start: int, old: torch.Tensor, new: torch.Tensor
+    ) -> None:
+        self.num_bytes = self._core.delta_encode(
+            *(self._queue, number, start, old.data_ptr(), new.data_ptr()),
+            *(old.numel(), *self._options(old.element_size())),
+        )
+
+    def add_places(
+        self, number: int, places: torch.Tensor, old: torch.Tensor, new: torch.Tensor
+    ) -> None:
+        self.num_bytes = self._core.delta_encode_places(
+            *(self._queue, number, places.data_ptr(), old.data_ptr(), new.data_ptr()),
+            *(old.numel(), *self._options(old.element_size())),
+        )
+
+    def _options(self, width: int) -> tuple[int, int, int, int]:
+        per_block = block_elements(self._limit, width)
+        return width, per_block, self._values, self._num_threads
+
+    def take(self, limit: int) -> Part:
+        num_rows, num_bytes = self._core.delta_first(self._queue, limit)
+        table_bytes = HEADER.size + num_rows * ROW.size
+        table, data = (
+            torch.empty(size, dtype=torch.uint8, device="cpu")
+            for size in (table_bytes, num_bytes)
+        )
+        taken = (num_rows, table.data_ptr(), data.data_ptr())
+        self.num_bytes = self._core.delta_take(self._queue, *taken)
+        return Part(table, data)
+
+
+def _pair(old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both tensors as flat integers."""
+    if (old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device):
+        raise ValueError(
+            f"a delta is between tensors of one shape, dtype and device, not "
+            f"{tuple(old.shape)} {old.dtype} {old.device} and "
+            f"{tuple(new.shape)} {new.dtype} {new.device}"
+        )
+    if not (old.is_contiguous() and new.is_contiguous()):
+        raise ValueError("a delta is between contiguous tensors")
+    if old.element_size() not in INTEGERS or old.is_complex():
+        raise ValueError(f"a delta has no elements of {old.dtype}")
+    integers = INTEGERS[old.element_size()]
+    flat = (each.detach().reshape(-1).view(integers) for each in (old, new))
+    before, now = flat
+    return before, now
+
+
+def _compressed(part: Part, level: int) -> Part:
+    """The part with compressed data, if that is smaller."""
+    table, data = part.table.cpu().clone(), part.data.cpu()
+    packed = compression.compress(data, level)
+    if packed.numel() >= data.numel():
+        return part
+    header = table.numpy().data
+    fields = list(HEADER.unpack_from(header))
+    fields[2], fields[-1] = ZSTD, packed.numel()
+    HEADER.pack_into(header, 0, *fields)
+    return Part(table, packed)
