@@ -29,6 +29,7 @@ constexpr uint64_t kPieceElements = uint64_t(1) << 20;
 struct Waiting {
   std::mutex mutex;
   Pending blocks;
+  Scratches scratches;
 };
 
 template <class T>
@@ -141,12 +142,14 @@ PyObject* encode(PyObject*, PyObject* args) {
   return encode_blocks(own, num_blocks, num_threads, [=](uint64_t i) {
     const uint64_t first = i * per_block;
     const uint32_t count = uint32_t(std::min<uint64_t>(per_block, num - first));
-    return by_width(width, [&](auto type) {
-      return encode_block<decltype(type)>(
-          uint32_t(tensor), start + first,
-          pointer<const unsigned char>(old_data) + first * width,
-          pointer<const unsigned char>(new_data) + first * width, count,
-          Choice(choice));
+    return own->scratches.lend([&](Scratch& scratch) {
+      return by_width(width, [&](auto type) {
+        return encode_block<decltype(type)>(
+            uint32_t(tensor), start + first,
+            pointer<const unsigned char>(old_data) + first * width,
+            pointer<const unsigned char>(new_data) + first * width, count,
+            Choice(choice), scratch);
+      });
     });
   });
 }
