@@ -110,7 +110,7 @@ soak: setup ## SECONDS=1200: updates and faults under load, all of it checked
 	PYTHONPATH=$(CURDIR)/tests/support/calm $(PY) -m tests.robustness.soak --seconds $(SOAK_S)
 
 fuzz: setup build/schemathesis ## a million inputs for our parsers, 70,000 requests for real servers
-	$(PY) -W ignore -m tests.robustness.fuzz --inputs 1080000
+	$(PY) -W ignore -m tests.robustness.fuzz --inputs 1250000
 	$(PY) -W ignore -m tests.robustness.fuzz.routes --requests 20000
 	$(PY) -W ignore -m tests.robustness.fuzz.requests --requests 20000
 	$(PY) -W ignore -m tests.robustness.fuzz.openapi --requests 30000

@@ -342,5 +342,17 @@ class BlockDecoder {
   const unsigned char* const data_;
 };
 
+// Writes `num` values to the elements at `places`, or adds them to these elements.
+template <class T>
+void apply(unsigned char* data, const int64_t* places, const unsigned char* bits,
+           uint64_t num, bool add) {
+  for (uint64_t i = 0; i < num; ++i) {
+    unsigned char* const at = data + uint64_t(places[i]) * sizeof(T);
+    T value = load<T>(bits + i * sizeof(T));
+    if (add) value = T(value + load<T>(at));
+    std::memcpy(at, &value, sizeof(T));
+  }
+}
+
 }  // namespace delta
 }  // namespace inflight

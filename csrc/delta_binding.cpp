@@ -29,6 +29,7 @@ constexpr uint64_t kPieceElements = uint64_t(1) << 20;
 struct Waiting {
   std::mutex mutex;
   Pending blocks;
+  Scratches scratches;
 };
 
 template <class T>
@@ -141,12 +142,14 @@ PyObject* encode(PyObject*, PyObject* args) {
   return encode_blocks(own, num_blocks, num_threads, [=](uint64_t i) {
     const uint64_t first = i * per_block;
     const uint32_t count = uint32_t(std::min<uint64_t>(per_block, num - first));
-    return by_width(width, [&](auto type) {
-      return encode_block<decltype(type)>(
-          uint32_t(tensor), start + first,
-          pointer<const unsigned char>(old_data) + first * width,
-          pointer<const unsigned char>(new_data) + first * width, count,
-          Choice(choice));
+    return own->scratches.lend([&](Scratch& scratch) {
+      return by_width(width, [&](auto type) {
+        return encode_block<decltype(type)>(
+            uint32_t(tensor), start + first,
+            pointer<const unsigned char>(old_data) + first * width,
+            pointer<const unsigned char>(new_data) + first * width, count,
+            Choice(choice), scratch);
+      });
     });
   });
 }
@@ -301,6 +304,32 @@ PyObject* decode(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+PyObject* apply_changes(PyObject*, PyObject* args) {
+  U64 data, num_elements, places, bits, num, width, add, num_threads;
+  if (!PyArg_ParseTuple(args, "KKKKKKKK", &data, &num_elements, &places, &bits, &num,
+                        &width, &add, &num_threads))
+    return nullptr;
+  const int64_t* at = pointer<const int64_t>(places);
+  if (!unlocked([&] {
+        uint64_t last = 0;
+        for (uint64_t i = 0; i < num; ++i) last = std::max(last, uint64_t(at[i]));
+        if (num != 0 && last >= num_elements)
+          throw std::invalid_argument("a place is beyond the tensor");
+        const uint64_t pieces = (num + kPieceElements - 1) / kPieceElements;
+        share_out_checked(pieces, num_threads, [&](uint64_t i) {
+          const uint64_t first = i * kPieceElements;
+          const uint64_t count = std::min<uint64_t>(kPieceElements, num - first);
+          by_width(width, [&](auto type) {
+            apply<decltype(type)>(pointer<unsigned char>(data), at + first,
+                                  pointer<const unsigned char>(bits) + first * width,
+                                  count, add != 0);
+          });
+        });
+      }))
+    return nullptr;
+  Py_RETURN_NONE;
+}
+
 PyMethodDef methods[] = {
     {"delta_open", open, METH_NOARGS,
      "delta_open() -> a queue of blocks that wait for their part"},
@@ -323,6 +352,9 @@ PyMethodDef methods[] = {
      "delta_decode(table, num_rows, data, its bytes, slots, places, their number, "
      "bits, "
      "their bytes, num_threads): ValueError says what is wrong"},
+    {"delta_apply", apply_changes, METH_VARARGS,
+     "delta_apply(tensor, its elements, places, bits, num, width, whether to add, "
+     "num_threads): ValueError if a place is beyond the tensor"},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

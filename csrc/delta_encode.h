@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <deque>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -17,7 +18,8 @@
 namespace inflight {
 namespace delta {
 
-constexpr uint64_t kLine = 64;  // bytes that are compared at once
+constexpr uint64_t kLine = 64;      // bytes that are compared at once
+constexpr uint32_t kStretch = 128;  // lines that are compared before a closer look
 
 struct Encoded {
   Row row;
@@ -40,16 +42,9 @@ inline uint64_t differing(const unsigned char* a, const unsigned char* b) {
   for (int i = 0; i < 4; ++i)
     equal[i] = _mm_cmpeq_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(a) + i),
                               _mm_loadu_si128(reinterpret_cast<const __m128i*>(b) + i));
-  const __m128i all = _mm_and_si128(_mm_and_si128(equal[0], equal[1]),
-                                    _mm_and_si128(equal[2], equal[3]));
-  if (_mm_movemask_epi8(all) == 0xFFFF) return 0;  // nearly always
   for (int i = 0; i < 4; ++i)
     mask |= uint64_t(uint32_t(_mm_movemask_epi8(equal[i])) ^ 0xFFFFu) << 16 * i;
 #else
-  uint64_t any = 0;
-  for (uint64_t i = 0; i < kLine; i += 8)
-    any |= load<uint64_t>(a + i) ^ load<uint64_t>(b + i);
-  if (any == 0) return 0;  // nearly always
   for (uint64_t i = 0; i < kLine; ++i) mask |= uint64_t(a[i] != b[i]) << i;
 #endif
   return mask;
@@ -67,40 +62,98 @@ uint64_t elements_of(uint64_t mask) {
   return mask & kLowest[sizeof(T)];
 }
 
+// Memory that one block after another uses: a new page costs more than filling it.
+class Scratch {
+ public:
+  // Not initialised, so that a page that is not needed costs nothing.
+  unsigned char* reserve(uint64_t bytes) {
+    if (bytes > size_) {
+      memory_.reset();
+      memory_.reset(new unsigned char[bytes]);
+      size_ = bytes;
+    }
+    return memory_.get();
+  }
+
+ private:
+  std::unique_ptr<unsigned char[]> memory_;
+  uint64_t size_ = 0;
+};
+
+// One for each thread that encodes at the same time.
+class Scratches {
+ public:
+  // Calls work(scratch), and returns its result.
+  template <class Work>
+  auto lend(const Work& work) {
+    std::unique_ptr<Scratch> own;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (!free_.empty()) {
+        own = std::move(free_.back());
+        free_.pop_back();
+      }
+    }
+    if (!own) own = std::make_unique<Scratch>();
+    auto result = work(*own);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    free_.push_back(std::move(own));
+    return result;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<Scratch>> free_;
+};
+
 // The elements of a block that differ: their places, and the bits on both sides.
 template <class T>
 class Found {
  public:
-  // Not initialised, so that a page that is not needed costs nothing.
-  explicit Found(uint64_t most)
-      : places(new uint32_t[most + 1]), before(new T[most + 1]), now(new T[most + 1]) {}
+  Found(uint64_t most, Scratch& scratch) {
+    unsigned char* memory = scratch.reserve((most + 1) * (2 * sizeof(T) + 4) + 16);
+    before = reinterpret_cast<T*>(memory);
+    now = before + most + 1;
+    places = reinterpret_cast<uint32_t*>(memory + aligned((most + 1) * 2 * sizeof(T)));
+  }
 
   void search(const unsigned char* old_data, const unsigned char* new_data,
               uint32_t num_elements) {
     constexpr uint32_t kPerLine = kLine / sizeof(T);
-    uint32_t* const place_at = places.get();
-    T *const before_at = before.get(), *const now_at = now.get();
+    uint32_t* const place_at = places;
+    T *const before_at = before, *const now_at = now;
     uint32_t end = 0;
     const auto take = [&](uint32_t i) {
       place_at[end] = i;
       before_at[end] = load<T>(old_data + uint64_t(i) * sizeof(T));
       now_at[end] = load<T>(new_data + uint64_t(i) * sizeof(T));
     };
+    // First all lines of a stretch without a branch, since about every fourth line has
+    // a change at 1 %: the processor would guess wrong too often.
+    uint64_t masks[kStretch];
+    uint32_t lines[kStretch];
     uint32_t start = 0;
-    for (; num_elements - start >= kPerLine; start += kPerLine) {
-      const uint64_t at = uint64_t(start) * sizeof(T);
-      uint64_t mask = differing(old_data + at, new_data + at);
-      if (mask == 0) continue;
-      mask = elements_of<T>(mask);
-      if (uint64_t(__builtin_popcountll(mask)) * 4 < kPerLine) {
-        for (; mask != 0; mask &= mask - 1, ++end)
-          take(start + uint32_t(__builtin_ctzll(mask) / sizeof(T)));
-        continue;
+    while (num_elements - start >= kPerLine) {
+      const uint32_t left = (num_elements - start) / kPerLine;
+      const uint32_t num = std::min(left, kStretch);
+      uint32_t differ = 0;
+      for (uint32_t i = 0; i < num; ++i, start += kPerLine) {
+        const uint64_t at = uint64_t(start) * sizeof(T);
+        masks[differ] = differing(old_data + at, new_data + at);
+        lines[differ] = start;
+        differ += masks[differ] != 0;
       }
-      // Without a branch for each element, of which many would be guessed wrong.
-      for (uint32_t i = 0; i < kPerLine; ++i) {
-        take(start + i);
-        end += uint32_t(mask >> i * sizeof(T)) & 1;
+      for (uint32_t i = 0; i < differ; ++i) {
+        uint64_t mask = elements_of<T>(masks[i]);
+        if (uint64_t(__builtin_popcountll(mask)) * 4 < kPerLine) {
+          for (; mask != 0; mask &= mask - 1, ++end)
+            take(lines[i] + uint32_t(__builtin_ctzll(mask) / sizeof(T)));
+          continue;
+        }
+        for (uint32_t j = 0; j < kPerLine; ++j) {
+          take(lines[i] + j);
+          end += uint32_t(mask >> j * sizeof(T)) & 1;
+        }
       }
     }
     for (; start < num_elements; ++start) {
@@ -110,8 +163,8 @@ class Found {
     count = end;
   }
 
-  const std::unique_ptr<uint32_t[]> places;
-  const std::unique_ptr<T[]> before, now;
+  uint32_t* places;
+  T *before, *now;
   uint32_t count = 0;
 };
 
@@ -311,12 +364,12 @@ template <class T>
 std::optional<Encoded> encode_block(uint32_t tensor, uint64_t start,
                                     const unsigned char* old_data,
                                     const unsigned char* new_data,
-                                    uint32_t num_elements, Choice choice) {
-  Found<T> found(num_elements);
+                                    uint32_t num_elements, Choice choice,
+                                    Scratch& scratch) {
+  Found<T> found(num_elements, scratch);
   found.search(old_data, new_data, num_elements);
   if (found.count == 0) return std::nullopt;
-  return BlockEncoder<T>(found.places.get(), found.before.get(), found.now.get(),
-                         found.count)
+  return BlockEncoder<T>(found.places, found.before, found.now, found.count)
       .encode(tensor, start, choice);
 }
 

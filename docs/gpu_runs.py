@@ -24,6 +24,7 @@ HEADER = ("test file", "what it proves", "also on the CPU", "GPUs", "last run")
 
 ON_CPU = {
     "test_audit": "unit/ops/test_digest.py",
+    "test_delta_codec": "unit/delta/test_device_codec.py",
     "test_dp_sources": "e2e/test_fed_engines.py",
     "test_files": "e2e/test_file_reader.py",
     "test_ranks_asleep": "e2e/test_sleep.py",

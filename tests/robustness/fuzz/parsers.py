@@ -28,12 +28,15 @@ from starlette.datastructures import Headers
 from torch.multiprocessing import reductions
 
 from tests.robustness.fuzz import mutation
+from tests.support.deltas import parts_of, random_bits, scattered, with_changes
 from tests.support.transports.host_memory import HostMemory
 from tests.support.transports.torch_exporter import Exporter
+from vllm.inflight import delta
 from vllm.inflight.api.request import auth, body
 from vllm.inflight.config import InflightConfig
+from vllm.inflight.delta.part import HEADER, ROW
 from vllm.inflight.engine.compat import pipelinerl
-from vllm.inflight.errors import InflightError
+from vllm.inflight.errors import InflightError, Malformed
 from vllm.inflight.transport.base import StagedEngine
 from vllm.inflight.transport.collective import receiver_engine as broadcast
 from vllm.inflight.transport.collective import rendezvous as meeting
@@ -226,6 +229,96 @@ def bucket(parts: Any) -> bytes:
     return save(flat, {"metadata": json.dumps(parts)})
 
 
+DELTA_SIZES, DELTA_WIDTHS = [3000, 900, 2000, 40], [2, 4, 1, 8]
+
+
+def delta_part() -> delta.Part:
+    """A part of a delta: gaps, runs, a bitmap and a whole block."""
+    pairs = []
+    dtypes = torch.bfloat16, torch.float32, torch.int8, torch.int64
+    changes = (
+        *(scattered(3000, 0.03), torch.cat([torch.arange(40), torch.arange(40) + 800])),
+        *(scattered(2000, 0.4), torch.arange(40)),
+    )
+    for dtype, size, places in zip(dtypes, DELTA_SIZES, changes, strict=True):
+        old = random_bits(dtype, size)
+        pairs.append((old, with_changes(old, places, most=100)))
+    (part,) = parts_of(pairs)
+    return part
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.tolist())
+
+
+def flat(data: bytes) -> torch.Tensor:
+    return torch.tensor(list(data), dtype=torch.uint8)
+
+
+def decode_part(table: bytes, data: bytes) -> None:
+    """Read a part; what it changes must be inside the tensors."""
+    part = delta.Part(flat(table), flat(data))
+    part.check(DELTA_SIZES, DELTA_WIDTHS)
+    for changes in delta.decode(part):
+        places = changes.places
+        assert bool((places[1:] > places[:-1]).all()) and int(places[0]) >= 0
+        assert int(places[-1]) < DELTA_SIZES[changes.number]
+        assert len(places) == len(changes.bits)
+        assert changes.bits.element_size() == DELTA_WIDTHS[changes.number]
+
+
+def delta_bytes() -> bytes:
+    part = delta_part()
+    return struct.pack("<I", len(part.table)) + raw(part.table) + raw(part.data)
+
+
+def read_delta(data: bytes) -> None:
+    size = int.from_bytes(data[:4], "little")
+    decode_part(data[4 : 4 + size], data[4 + size :])
+
+
+def delta_fields() -> dict[str, Any]:
+    """A part as numbers, so that they can be changed one by one."""
+    part = delta_part()
+    table = raw(part.table)
+    return {
+        "header": list(HEADER.unpack_from(table))[1:],
+        "rows": [list(row) for row in ROW.iter_unpack(table[HEADER.size :])],
+        "data": part.data.tolist(),
+    }
+
+
+def read_fields(given: Any) -> None:
+    try:
+        # Numbers of any size, cut to the size of their field.
+        header = [
+            int(value) % (1 << 32 if place < 4 else 1 << 64)
+            for place, value in enumerate(given["header"])
+        ]
+        table = HEADER.pack(b"vifdelta", *header)
+        sizes = [32, *[8] * 4, 64, *[32] * 4, *[64] * 4]
+        for row in given["rows"]:
+            cut = [int(v) % (1 << n) for v, n in zip(row, sizes, strict=True)]
+            table += ROW.pack(*cut)
+        data = bytes(int(value) % 256 for value in given["data"])
+    except (ValueError, TypeError, LookupError, OverflowError, struct.error) as error:
+        raise Malformed("these are no fields of a part") from error
+    decode_part(table, data)
+
+
+def read_delta_file(data: bytes) -> None:
+    with tempfile.NamedTemporaryFile(dir=files.SHARED_MEMORY) as file:
+        Path(file.name).write_bytes(data)
+        for part in delta.load(file.name)[0]:
+            decode_part(raw(part.table), raw(part.data))
+
+
+def delta_file() -> bytes:
+    with tempfile.NamedTemporaryFile(dir=files.SHARED_MEMORY) as file:
+        delta.save(file.name, [delta_part()], {"manifest": "{}"})
+        return Path(file.name).read_bytes()
+
+
 def sent_on(raw: bytes) -> bytes:
     """A body as the server sends it on to an engine core."""
     return msgspec.msgpack.encode(body.parse(raw))
@@ -288,6 +381,9 @@ PARSERS: dict[str, Parser] = {
     "spool": Parser([save(TENSORS), *pickles()], spool(None)),
     "bucket": Parser([bucket(PARTS)], spool("flattened_bucket")),
     "parts": Parser([PARTS], lambda parts: spool("flattened_bucket")(bucket(parts))),
+    "delta": Parser([delta_bytes()], read_delta),
+    "fields of a delta": Parser([delta_fields()], read_fields),
+    "delta file": Parser([delta_file()], read_delta_file),
     "pickle": Parser(pickles(), lambda data: safe_unpickler.tensors(data, "it")),
     "message": Parser(messages(), lambda data: safe_unpickler.message(data, "it", [])),
     "sockets": Parser(

@@ -15,7 +15,7 @@ from tests.support.deltas import (
     scattered,
     with_changes,
 )
-from vllm.inflight import delta
+from vllm.inflight import delta, ops
 from vllm.inflight.delta import PlaceForm, ValueForm, reference
 from vllm.inflight.delta.encode import VALUES
 from vllm.inflight.delta.part import MAX_ELEMENTS
@@ -319,8 +319,32 @@ def test_changes_give_new_bits_and_apply_to_a_tensor():
     assert old.tolist() == [5, 5, 7, 7]
     delta.apply(raw, old)
     assert old.tolist() == [5, 1, 7, 1]
-    with pytest.raises((IndexError, RuntimeError)):
-        delta.apply(raw, old[:2])
+    for wrong, words in (
+        (old[:3], "beyond the tensor"),
+        (old[::2], "flat, contiguous"),
+        (old.view(2, 2), "flat, contiguous"),
+        (old.int(), "another width"),
+    ):
+        before = wrong.clone()
+        with pytest.raises(ValueError, match=words):
+            delta.apply(raw, wrong)
+        assert torch.equal(wrong, before)
+    negative = delta.Changes(0, torch.tensor([-1]), old[:1], False)
+    with pytest.raises(ValueError, match="beyond the tensor"):
+        delta.apply(negative, old)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_many_changes_are_applied_by_threads(width, num_threads):
+    dtype = ops.INTEGERS[width]
+    old = random_bits(dtype, 3_000_000)
+    new = with_changes(old, scattered(len(old), 0.8), most=100)
+    for values in ("raw", "difference"):
+        seen = old.clone()
+        for changes in decoded(parts_of([(old, new)], values=values), [old]):
+            delta.apply(changes, seen, num_threads=num_threads)
+        assert torch.equal(seen, new)
 
 
 # Bars

@@ -76,10 +76,12 @@ int main(int count, char** words) {
   }
   // Every length of a tail, at memory of just that size.
   for (uint32_t size = 1; size < 300; ++size) {
+    Scratch scratch;
     Bytes old_data(2 * size), new_data(2 * size);
     for (auto& each : new_data) each = random() % 4 == 0;
     if (const auto block = encode_block<uint16_t>(0, 0, old_data.data(),
-                                                  new_data.data(), size, kAuto)) {
+                                                  new_data.data(), size, kAuto,
+                                                  scratch)) {
       Pending pending;
       pending.add(*block);
       const auto [num, bytes] = pending.first(1 << 20);

@@ -72,14 +72,35 @@ def decode(part: Part, *, num_threads: int = 1) -> Iterator[Changes]:
     return _split(groups, outputs, places, bits)
 
 
-def apply(changes: Changes, flat_view: torch.Tensor) -> None:
+def apply(changes: Changes, flat_view: torch.Tensor, *, num_threads: int = 1) -> None:
     """Write changes into a tensor that has the old bits.
 
     Args:
         changes: the changes of this tensor.
         flat_view: the tensor as a flat view of its memory.
+        num_threads: threads that share the work on the host.
+
+    Raises:
+        ValueError: a place is beyond the tensor, or it is no such view.
 
     """
+    width = changes.bits.element_size()
+    if flat_view.dim() != 1 or not flat_view.is_contiguous():
+        raise ValueError("changes are applied to a flat, contiguous view")
+    if flat_view.element_size() != width or flat_view.device != changes.bits.device:
+        raise ValueError("the tensor has another width or device than its changes")
+    if flat_view.device.type == "cpu":
+        places, bits = changes.places.contiguous(), changes.bits.contiguous()
+        native_core().delta_apply(
+            *(flat_view.data_ptr(), flat_view.numel(), places.data_ptr()),
+            *(bits.data_ptr(), len(places), width, changes.are_differences),
+            num_threads,
+        )
+        return
+    # Else the GPU would find out, and be of no more use to this process.
+    is_beyond = (changes.places < 0) | (changes.places >= flat_view.numel())
+    if bool(is_beyond.any()):
+        raise ValueError("a place is beyond the tensor")
     integers = flat_view.view(changes.bits.dtype)
     new = changes.bits
     if changes.are_differences:
