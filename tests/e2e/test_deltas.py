@@ -88,9 +88,7 @@ def test_a_chain_of_deltas_equals_whole_versions(llm, weights, tmp_path):
     assert chain == wholes
 
 
-def test_after_another_trainers_version_the_whole_one_is_sent(
-    llm, weights, checkpoint
-):
+def test_after_another_trainers_version_the_whole_one_is_sent(llm, weights, checkpoint):
     with Publisher(llm, weights) as to:
         to.publish()
         step(weights, 1)

@@ -5,6 +5,7 @@ GPU; only the memory is the host's.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -136,7 +137,7 @@ class Batches(InPlace):
 
 def shadow_of(live: torch.nn.Module, second: torch.nn.Module) -> Any:
     """What an update asks of a `ShadowModel`, for two trees of the host's."""
-    return SimpleNamespace(
+    made = SimpleNamespace(
         live=live,
         module=second,
         device=torch.device("cpu"),
@@ -159,10 +160,13 @@ def shadow_of(live: torch.nn.Module, second: torch.nn.Module) -> Any:
         place=plan.place,
         load=lambda weights: type(second).load_weights(second, weights),
         stale=set(),
+        changed={},
         quantised=set(),
         tables={},
         views={},
     )
+    made.note_changed = partial(ShadowModel.note_changed, made)
+    return made
 
 
 class HostStagingWorker(StagingWorker):
@@ -228,29 +232,42 @@ class Sets:
         flip = arena.flip if is_reversible else self._copy
         self.stager = HostStagingWorker(worker, self.shadow, flip)
 
-    def stage(self, weights: Any, subset: Sequence[str] = ()) -> int:
+    def stage(
+        self,
+        weights: Any,
+        subset: Sequence[str] = (),
+        manifest: Manifest | None = None,
+    ) -> int:
         """Fill the second set; returns how many parameters were carried over."""
+        if manifest is None:
+            manifest = Manifest(subset=tuple(subset))
         self.stager.open()
         if self.shadow.is_reversible:
             self.arena.settle()
         ShadowModel.prove(self.shadow, self.between)
+        if manifest.base is None:
+            ShadowModel.forget_changed(self.shadow)
         intake = UpdateLoader(
             self.shadow,
-            Manifest(subset=tuple(subset)),
+            manifest,
             verify=True,
             allow_nonfinite=False,
             cancelled=lambda: False,
             progress=lambda num_bytes, num_tensors: None,
+            served=self.stager.served,
+            between=self.between,
         )
         intake.coverage.watch(intake.load_weights)
         try:
             self.second.load_weights(weights)
+            intake.complete()
             sent = intake.verdict()
             with torch.no_grad():
                 carried = copy_unsent(self.shadow, intake.coverage.begun, self.between)
         finally:
             intake.coverage.unwatch()
-        self.stager.staged(sent.over(self.stager.served) if subset else sent)
+        is_partial = manifest.is_partial
+        self.stager.staged(sent.over(self.stager.served) if is_partial else sent)
         return carried
 
     def _copy(self) -> float:

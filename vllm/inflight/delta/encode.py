@@ -78,6 +78,9 @@ class Encoder:
         self._device: torch.device | None = None
         self._last = (-1, -1)
         """(number, element) up to which the delta is encoded."""
+        self.has_changed = False
+        """Whether the tensor that was added last has a changed element. If it has none,
+        the next tensor may have its number."""
 
     def add(self, number: int, old: torch.Tensor, new: torch.Tensor) -> Iterator[Part]:
         """Encode the changes of one tensor.
@@ -92,6 +95,7 @@ class Encoder:
 
         """
         before, now = _pair(old, new)
+        last, self.has_changed = self._last, False
         self._advance(number, 0, max(before.numel() - 1, 0))
         yield from self._on(before.device)
         assert self._coder is not None
@@ -100,8 +104,12 @@ class Encoder:
         step *= 4 * self._num_threads
         for start in range(0, before.numel(), step):
             stretch = slice(start, start + step)
+            num_bytes = self._coder.num_bytes
             self._coder.add(number, start, before[stretch], now[stretch])
+            self.has_changed |= self._coder.num_bytes > num_bytes
             yield from self._full()
+        if not self.has_changed:
+            self._last = last
 
     def add_places(
         self,

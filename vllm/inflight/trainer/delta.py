@@ -148,7 +148,7 @@ class DeltaSearch:
                 assert before.digest is not None
                 old = base.view(-1).view(changes.bits.dtype)[changes.places]
                 difference = ops.digest_of_changes(
-                    changes.places, old, changes.new_bits(old)
+                    changes.places, old, changes.new_bits(old), base.element_size()
                 )
                 digest = ops.Digest.from_hex(before.digest) + difference
                 delta.changed[name] = TensorSpec(

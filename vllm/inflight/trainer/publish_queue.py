@@ -57,19 +57,12 @@ class QueuedPublish:
     """Of all tensors; empty until it is known, and for a delta."""
     is_named: bool = False
     """Whether the tensors of the snapshot have the names of the model."""
-    is_kept: bool = False
-    """Whether the snapshot stays, because the next delta starts from it."""
     snapshot_s: float = 0.0
     mapped: dict[str, str] = field(default_factory=dict)
     """From names of the source to those of the model, as `auto` has found them."""
     future: PublishFuture = field(default_factory=PublishFuture)
     retry_budget: RetryBudget = field(default_factory=lambda: RetryBudget(0.0))
     """Made when its turn comes; whoever gives the job up, gives this up."""
-
-    def discard(self) -> None:
-        """Remove the snapshot, unless it is kept."""
-        if not self.is_kept:
-            self.snapshot.remove()
 
     def skipped(self) -> Outcome:
         """The outcome of a publish that is skipped."""
@@ -139,7 +132,7 @@ class PublishQueue:
             self._changed.wait_for(lambda: self._waiting is None)
             self._require_open()
         if replaced is not None:
-            replaced.discard()
+            replaced.snapshot.remove()
             if replaced.future.set_running_or_notify_cancel():
                 replaced.future.set_result(replaced.skipped())
         return True
@@ -230,7 +223,7 @@ class PublishQueue:
                 self._current.retry_budget.give_up(self._given_up)
             self._changed.notify_all()
         if waiting is not None:
-            waiting.discard()
+            waiting.snapshot.remove()
             if waiting.future.set_running_or_notify_cancel():
                 waiting.future.set_exception(Cancelled(message))
         if wait:
@@ -281,7 +274,7 @@ class PublishQueue:
                 except BaseException as error:
                     failure = error
             try:
-                job.discard()
+                job.snapshot.remove()
             except Exception as error:  # set on the job's future below
                 failure = failure or error
                 if not is_wanted:

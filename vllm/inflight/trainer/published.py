@@ -1,6 +1,8 @@
 """The version that was published last: what the next delta starts from.
 
-Its tensors stay in the snapshot's file. A delta that is committed is applied to them.
+Its tensors are the memory of the snapshot's file, which needs no name any more. The
+memory is given back with this object, or when the process ends. A delta that is
+committed is applied to them.
 """
 
 from __future__ import annotations
@@ -24,13 +26,12 @@ class PublishedVersion:
     """The tensors and the digests of one version.
 
     Args:
-        snapshot: the file of the version; it stays as long as this object.
+        snapshot: the file of the version; it may be removed afterwards.
         manifest: of the whole version, with the digest of every tensor.
 
     """
 
     def __init__(self, snapshot: Snapshot, manifest: Manifest) -> None:
-        self.snapshot = snapshot
         self.specs = dict(manifest.tensors)
         """Name → shape, dtype and digest."""
         self.digest = self.digest_with({})

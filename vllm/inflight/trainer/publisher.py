@@ -554,16 +554,22 @@ class Publisher:
         delivery = self._stage(job)
         if delivery is None:
             return job.skipped()
+        base: PublishedVersion | None = None
         try:
-            if job.delta is not None or self._delta == "off":
-                job.snapshot.remove()
+            if self._may_follow(job):
+                base = PublishedVersion(job.snapshot, job.manifest)
+            job.snapshot.remove()
         except BaseException:
             delivery.undo()  # else the update would stay open on the engines
             raise
         staged = time.monotonic()
         replies = delivery.commit(mode=job.mode)
         self._committed = time.monotonic()
-        self._remember(job, replies[0]["digest"])
+        if job.delta is not None:
+            base = job.delta.commit()
+        # Where an engine digests other tensors than were sent, no delta has its base.
+        if base is not None and base.digest == replies[0]["digest"]:
+            self._base = base
         try:
             self._tell("commit", job.snapshot)
         except Exception as error:
@@ -619,17 +625,9 @@ class Publisher:
         job.snapshot = Snapshot.pack(delta.whole(), self._directory)
         job.manifest, job.delta = delta.whole_manifest(job.step), None
 
-    def _remember(self, job: QueuedPublish, digest: str | None) -> None:
-        """Keep what was committed, for the next delta to start from."""
-        if job.delta is not None:
-            base = job.delta.commit()
-        elif self._delta == "off" or job.subset or digest is None:
-            return
-        else:
-            job.is_kept = True
-            base = PublishedVersion(job.snapshot, job.manifest)
-        # Where an engine digests other tensors than were sent, no delta has its base.
-        self._base = base if base.digest == digest else None
+    def _may_follow(self, job: QueuedPublish) -> bool:
+        """Whether a delta may follow this publish: it has all tensors, digested."""
+        return self._delta != "off" and job.delta is None and not job.subset
 
     def _stage_as(self, job: QueuedPublish, manifest: Manifest) -> Coordinator | None:
         """The delivery, staged under this manifest; None if it gave way."""

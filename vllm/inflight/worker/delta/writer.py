@@ -178,7 +178,7 @@ class DeltaWriter:
             # Noted before it is written, so that an aborted update is brought up too.
             self._shadow.note_changed(found.param, found.offsets)
             _elements(self._new[found.param], bits.dtype)[found.offsets] = new
-            digest += ops.digest_of_changes(at, old, new)
+            digest += ops.digest_of_changes(at, old, new, new.element_size())
             if not self._allow_nonfinite:
                 (bad,) = ops.count_nonfinite([new.view(dtype)])
                 self._num_bad[name] = self._num_bad.get(name, 0) + bad

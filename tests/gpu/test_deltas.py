@@ -1,0 +1,31 @@
+"""Deltas on a GPU, under CUDA graphs: only what changes is read and written."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.config.weight_transfer import WeightTransferConfig
+
+from tests.e2e.test_deltas import (  # noqa: F401 (tests, run here on a GPU)
+    old,
+    sent,
+    test_a_chain_of_deltas_equals_whole_versions,
+    test_a_delta_from_another_version_is_rejected_at_once,
+    test_a_flipped_bit_changes_nothing,
+    test_a_lost_end_changes_nothing,
+    test_a_lost_part_changes_nothing,
+    test_a_version_without_a_change_is_a_version,
+    test_after_another_trainers_version_the_whole_one_is_sent,
+    test_one_tensor_of_a_fused_parameter_may_change_alone,
+    test_when_most_has_changed_the_whole_version_is_sent,
+    weights,
+)
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def llm(start: Callable[..., Any], old: Path) -> Any:  # noqa: F811 (the fixture)
+    transfer = WeightTransferConfig(backend="local")
+    return start(old, weight_transfer_config=transfer, enforce_eager=False)

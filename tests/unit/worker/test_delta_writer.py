@@ -1,0 +1,223 @@
+"""Deltas on shadow parameters in an arena: a GPU's code, on the host's memory."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.shadow_on_host import Sets, shows, version
+from vllm.inflight import ops
+from vllm.inflight.delta import Encoder
+from vllm.inflight.delta.parts import named
+from vllm.inflight.errors import (
+    Cancelled,
+    DeltaUnsupported,
+    Malformed,
+    WeightsMismatch,
+)
+from vllm.inflight.update import Manifest, TensorSpec
+from vllm.inflight.worker.memory.arena import Arena
+from vllm.inflight.worker.verify.drift import Sampler, drift
+
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def sets() -> Iterator[Sets]:
+    """Two sets that have loaded two whole versions, so that their plan is proved."""
+    with Arena.open(torch.device("cpu"), 1 << 26) as arena:
+        yield started(arena)
+
+
+def started(arena: Arena, *, is_reversible: bool = True) -> Sets:
+    sets = Sets(arena, is_reversible=is_reversible)
+    for seed in (9, 1):
+        sets.stage(version(seed).items())
+        sets.stager.flip()
+    return sets
+
+
+def stepped(weights: Weights, seed: int, share: float = 0.05) -> Weights:
+    """The weights after a step that changes a share of their elements."""
+    random = torch.Generator().manual_seed(seed)
+    new = {}
+    for name, tensor in weights.items():
+        chosen = torch.rand(tensor.shape, generator=random) < share
+        new[name] = torch.where(chosen, tensor * 1.01, tensor)
+    return new
+
+
+def delta(old: Weights, new: Weights, base: str) -> tuple[Manifest, Weights]:
+    """The manifest and the parts of what differs."""
+    encoder, parts = Encoder(64 << 10), []
+    specs: dict[str, TensorSpec] = {}
+    for name, tensor in new.items():
+        parts += encoder.add(len(specs), old[name], tensor)
+        if encoder.has_changed:
+            digest = ops.digest([tensor])[0].hex()
+            specs[name] = TensorSpec(name, tuple(tensor.shape), "float32", digest)
+    parts += encoder.finish()
+    return Manifest(specs, base=base), dict(named(parts))
+
+
+def staged(sets: Sets, old: Weights, new: Weights) -> None:
+    served = sets.stager.served
+    assert served is not None
+    manifest, parts = delta(old, new, served.digest())
+    sets.stage(parts.items(), manifest=manifest)
+
+
+def digest(weights: Weights) -> str:
+    return ops.manifest_digest(
+        (n, "float32", tuple(t.shape), ops.digest([t])[0]) for n, t in weights.items()
+    )
+
+
+MOVES = st.lists(
+    st.sampled_from(
+        [
+            *("delta", "delta", "delta"),
+            *("aborted delta", "wrong delta", "cancelled delta"),
+            *("whole", "norm alone", "rollback"),
+        ]
+    ),
+    max_size=14,
+)
+
+
+@settings(deadline=None, max_examples=100)
+@given(MOVES, st.booleans())
+def test_any_sequence_of_updates_equals_a_model_of_dictionaries(moves, is_reversible):
+    with Arena.open(torch.device("cpu"), 1 << 26) as arena:
+        sets = started(arena, is_reversible=is_reversible)
+        served, before = version(1), None
+        for seed, move in enumerate(moves, 20):
+            new = stepped(served, seed)
+            if move == "rollback":
+                if before is None:
+                    continue
+                sets.stager.flip()
+                served, before = before, served
+            else:
+                before = None
+                if take(sets, move, served, new, seed):
+                    if move == "whole":
+                        new = version(seed)
+                    elif move == "norm alone":
+                        new = served | {"norm": new["norm"]}
+                    assert shows(sets.second, new)
+                    assert shows(sets.live, served)
+                    sets.stager.flip()
+                    before = served if is_reversible else None
+                    served = new
+            assert shows(sets.live, served)
+            assert sets.stager.served.digest() == digest(served)
+
+
+def take(sets: Sets, move: str, served: Weights, new: Weights, seed: int) -> bool:
+    """Stage one update; whether it is staged."""
+    if move == "whole":
+        sets.stage(version(seed).items())
+        return True
+    if move == "norm alone":
+        sets.stage([("norm", new["norm"])], ["norm"])
+        return True
+    manifest, parts = delta(served, new, sets.stager.served.digest())
+    if move == "delta":
+        sets.stage(parts.items(), manifest=manifest)
+        return True
+    with suppress(Cancelled, WeightsMismatch, ConnectionError, Malformed):
+        if move == "wrong delta":
+            parts["delta.0.data"][-9] ^= 4
+        if move == "cancelled delta":
+
+            def between(num_bytes: int) -> None:
+                raise Cancelled("the update was aborted")
+
+            sets.between = between
+        sets.stage(broken(parts, move), manifest=manifest)
+        assert move == "cancelled delta", "a broken delta was staged"
+        sets.stager.open()  # nothing had to be copied; it is aborted later
+    sets.between = Sets.between
+    return False
+
+
+def broken(parts: Weights, move: str) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from parts.items()
+    if move == "aborted delta":
+        raise ConnectionError("the wire broke")
+
+
+def test_the_sets_differ_in_the_noted_elements_and_no_others(sets):
+    old = version(1)
+    staged(sets, old, stepped(old, 4))  # it is not committed
+    staged(sets, old, stepped(old, 5))
+    assert not sets.shadow.stale
+    for name, param in sets.second.named_parameters():
+        noted = {int(i) for each in sets.shadow.changed[name] for i in each}
+        differ = param.data != sets.live.get_parameter(name)
+        assert set(differ.view(-1).nonzero().flatten().tolist()) == noted
+
+
+def test_what_the_next_delta_brings_up_is_what_the_last_one_changed(sets):
+    old = version(1)
+    for seed in range(3):
+        new = stepped(old, seed)
+        staged(sets, old, new)
+        sets.stager.flip()
+        old = new
+    copied: list[int] = []
+    sets.between = copied.append
+    num_changed = sum(
+        each.numel() for of in sets.shadow.changed.values() for each in of
+    )
+    staged(sets, old, stepped(old, 7))
+    assert copied[-1] == 4 * num_changed
+    whole = sum(param.nbytes for param in sets.live.parameters())
+    assert copied[-1] < whole / 4
+
+
+def test_the_drift_of_a_delta_is_that_of_whole_versions(sets):
+    old, new = version(1), stepped(version(1), 5)
+    told: list[Any] = []
+    sets.stager.staged = told.append
+    staged(sets, old, new)
+    samplers = [Sampler(), Sampler()]
+    for sampler, weights in zip(samplers, (old, new), strict=True):
+        sampler.add(sorted(weights.items()))
+    expected = drift(*(sampler.samples() for sampler in samplers))
+    assert expected and expected["overall"]
+    assert drift(sets.stager.served.samples, told[0].samples) == expected
+
+
+def test_a_tensor_that_is_no_copy_is_named(sets):
+    manifest, parts = delta(version(1), stepped(version(1), 5), "")
+    sets.shadow.plan.reject(["attention.k"])
+    with pytest.raises(DeltaUnsupported, match=r"attention\.k"):
+        sets.stage(parts.items(), manifest=manifest)
+
+
+def test_a_repeated_part_is_rejected(sets):
+    manifest, parts = delta(version(1), stepped(version(1), 5), "")
+    with pytest.raises(Malformed, match="sent twice"):
+        sets.stage([*parts.items(), *parts.items()], manifest=manifest)
+
+
+def test_nan_is_counted_among_the_changed_elements_alone(sets):
+    new = stepped(version(1), 5)
+    new["norm"][3] = torch.nan
+    with pytest.raises(WeightsMismatch, match="norm: 1 of its changed elements"):
+        staged(sets, version(1), new)
+
+
+def test_an_announced_change_that_did_not_come_is_named(sets):
+    new = stepped(version(1), 5)
+    manifest, _ = delta(version(1), new, "")
+    (*_, last) = new
+    _, parts = delta(version(1), new | {last: version(1)[last]}, "")
+    with pytest.raises(WeightsMismatch, match=f"{last}: the manifest announces a chan"):
+        sets.stage(parts.items(), manifest=manifest)

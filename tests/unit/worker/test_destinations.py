@@ -1,0 +1,36 @@
+"""Where single elements of a tensor end up, for any view that a loader may copy."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm.inflight.worker.delta.destinations import follow, nests
+from vllm.inflight.worker.replay_plan import view_of
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_elements_are_followed_through_any_slice_and_any_turn(data):
+    sizes = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    tensor = torch.arange(torch.Size(sizes).numel()).view(sizes)
+    part = tensor
+    for dim in range(len(sizes)):
+        first = data.draw(st.integers(0, part.shape[dim] - 1))
+        end = data.draw(st.integers(first + 1, part.shape[dim]))
+        step = data.draw(st.integers(1, 2))
+        part = part[(slice(None),) * dim + (slice(first, end, step),)]
+    part = part.permute(*data.draw(st.permutations(range(part.dim()))))
+    memory = torch.full((part.numel() + 7,), -1)
+    view = memory[3 : 3 + part.numel()].view(part.shape)
+    view.copy_(part)
+    assert nests(view_of(part))
+    places = torch.arange(tensor.numel())
+    offsets, inside = follow(places, view_of(part), view_of(view))
+    assert inside.sum() == part.numel()
+    assert torch.equal(memory[offsets[inside]], places[inside])
+
+
+def test_a_part_that_repeats_elements_does_not_nest():
+    assert not nests((0, (2, 3), (0, 1)))
+    assert not nests((0, (4, 3), (2, 1)))
+    assert nests((5, (4, 3), (1, 4)))
