@@ -48,9 +48,15 @@ class Trainer:
         self._pipe.send(port)
         await self._attend(engine)
 
-    async def send(self, engine: Any) -> None:
-        """Send a new version; return when it is live."""
-        self._pipe.send("send")
+    async def send(self, engine: Any, share: str = "") -> None:
+        """Send a new version; return when it is live.
+
+        Args:
+            engine: to send it to.
+            share: of the elements that change, sent as a delta; empty: send it whole.
+
+        """
+        self._pipe.send(share or "send")
         await self._attend(engine)
 
     def end(self) -> None:
@@ -69,6 +75,7 @@ class Trainer:
         while True:
             method, payload = await self._next()
             if method == "done":
+                self.facts = self.facts | (payload or {})
                 return
             if method == "init_weight_transfer_engine":
                 await engine.init_weight_transfer_engine(
@@ -76,6 +83,8 @@ class Trainer:
                 )
             elif method == "update_weights":
                 await engine.update_weights(WeightTransferUpdateRequest(payload))
+            elif payload is not None:
+                await engine.start_weight_update(manifest=payload)
             else:
                 reply = await getattr(engine, method)()
                 if isinstance(reply, dict) and "gap_ms" in reply:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
@@ -21,7 +22,13 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from vllm.plugins import load_general_plugins
 
 from benchmarks.shapes import num_ranks
+from vllm.inflight import ops
+from vllm.inflight.delta import Encoder, Part, apply, decode
+from vllm.inflight.delta.parts import named
 from vllm.inflight.releases.table import adapter
+from vllm.inflight.transport.buckets.tensor_list import TensorList
+from vllm.inflight.update import Manifest, TensorSpec
+from vllm.inflight.worker.verify.gpu_digest import GpuDigest
 
 SPREAD = 0.02
 GPU = "BENCH_TRAINER_GPU"
@@ -48,6 +55,15 @@ class Weights(_Source):
         self._tensors[
             "lm_head.weight" if "lm_head.weight" in names else names[0]
         ].neg_()
+
+    def step(self, share: float) -> None:
+        """Change a share of all elements by one unit in the last place."""
+        for tensor in self._tensors.values():
+            bits = tensor.view(-1).view(torch.int16)
+            # Other elements at each step; a draw for each would take seconds.
+            every = round(1 / share)
+            first = int(torch.randint(0, every, ()))
+            bits[first::every] += 1
 
     def read_facts(self) -> list[ParamMeta]:
         """Name, dtype and shape of every tensor."""
@@ -76,6 +92,99 @@ def saved(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
+class DeltaSender:
+    """Sends what a step has changed, over the group of a trainer engine.
+
+    Args:
+        engine: of `inflight_nccl`.
+        weights: that the engine sends whole.
+        device: the trainer's GPU.
+
+    """
+
+    def __init__(self, engine: Any, weights: Weights, device: torch.device) -> None:
+        self._engine, self._weights, self._device = engine, weights, device
+        self._old: dict[str, torch.Tensor] = {}
+        self._digests: dict[str, ops.Digest] = {}
+
+    def forget(self) -> None:
+        """The whole version was sent; the next delta starts from it."""
+        self._old.clear()
+
+    def send(self, share: float) -> dict[str, float]:
+        """Change this share of all elements by one unit in the last place, and send it.
+
+        Returns:
+            `find_s`, the seconds of the search, its digests and the coding, and `bytes`
+            of the parts.
+
+        """
+        if not self._old:
+            self._remember()
+        base = self._digest()
+        self._weights.step(share)
+        torch.cuda.synchronize(self._device)
+        began = time.perf_counter()
+        parts, specs = self._find()
+        torch.cuda.synchronize(self._device)
+        find_s = time.perf_counter() - began
+        pairs = [(n, t.to(self._device)) for n, t in named(parts)]
+        tensor_list = TensorList(
+            tuple(name for name, _ in pairs),
+            tuple(tensor.dtype for _, tensor in pairs),
+            tuple(tuple(tensor.shape) for _, tensor in pairs),
+        )
+        client = self._engine.client
+        client.start_weight_update(Manifest(specs, base=base).to_dict())
+        self._engine._send(tensor_list, iter(pairs))
+        client.finish_weight_update()
+        for part in parts:
+            for changes in decode(part):
+                name = list(specs)[changes.number]
+                apply(changes, self._old[name].view(-1))
+        return {"find_s": find_s, "bytes": float(sum(t.nbytes for _, t in pairs))}
+
+    def _find(self) -> tuple[list[Part], dict[str, TensorSpec]]:
+        encoder, parts = Encoder(), list[Part]()
+        names: list[str] = []
+        for name, tensor in self._weights.read_tensors():
+            parts += encoder.add(len(names), self._old[name], tensor)
+            if encoder.has_changed:
+                names.append(name)
+        parts += encoder.finish()
+        sizes = [self._old[name].numel() for name in names]
+        for part in parts:
+            part.check(sizes, [2] * len(names))
+            for changes in decode(part):
+                name = names[changes.number]
+                bits = self._old[name].view(-1).view(torch.int16)[changes.places]
+                self._digests[name] += ops.digest_of_changes(
+                    changes.places, bits, changes.new_bits(bits), 2
+                )
+        specs = {
+            name: TensorSpec(
+                name,
+                tuple(self._old[name].shape),
+                "bfloat16",
+                self._digests[name].hex(),
+            )
+            for name in names
+        }
+        return parts, specs
+
+    def _remember(self) -> None:
+        self._old = {n: t.clone() for n, t in self._weights.read_tensors()}
+        digest = GpuDigest(self._device, {})
+        digest.add(list(self._old.items()))
+        self._digests = {name: found for name, found, _ in digest.results()}
+
+    def _digest(self) -> str:
+        return ops.manifest_digest(
+            (name, "bfloat16", tuple(tensor.shape), self._digests[name])
+            for name, tensor in self._old.items()
+        )
+
+
 class Client:
     """The inference side, reached through the arm: one call at a time."""
 
@@ -87,9 +196,9 @@ class Client:
         """Join the group."""
         self._call("init_weight_transfer_engine", init_info)
 
-    def start_weight_update(self) -> None:
+    def start_weight_update(self, manifest: dict[str, Any] | None = None) -> None:
         """Open an update."""
-        self._call("start_weight_update", None)
+        self._call("start_weight_update", manifest)
 
     def update_weights(self, update_info: Any) -> None:
         """Receive the tensors."""
@@ -143,11 +252,16 @@ def main(backend: str, folder: str, handle: str) -> None:
         # Upstream's communicator then sends nothing and says nothing.
         raise RuntimeError("upstream's NCCL communicator is disabled: NCCL >= 2.29.7?")
     pipe.send(("done", None))
-    while pipe.recv() is not None:
-        weights.change()
-        torch.cuda.synchronize(device)
-        engine.send_weights()
-        pipe.send(("done", None))
+    deltas = DeltaSender(engine, weights, device)
+    while (command := pipe.recv()) is not None:
+        if command == "send":
+            weights.change()
+            torch.cuda.synchronize(device)
+            engine.send_weights()
+            deltas.forget()
+            pipe.send(("done", None))
+        else:
+            pipe.send(("done", deltas.send(float(command))))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,100 @@
+"""Whole versions and deltas over NCCL while decoding, in one engine, on two GPUs.
+
+`python -m benchmarks.gpu.delta [--shape 8B] [--shares 0.001 0.01 0.1]`. A trainer on
+the next GPU changes a share of all elements by one unit in the last place, and sends
+what has changed. Rounds of whole versions come before and after. The search for the
+changes is shown apart, as it runs on the trainer's GPU. docs/performance.md explains
+the figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import json
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.arm import Arm
+from benchmarks.figures import summary
+from benchmarks.gpu.arm import ENGINE, Trainer
+from benchmarks.machine import facts
+from benchmarks.record import Plan
+from benchmarks.shapes import SHAPES, write_shape
+
+WHOLE = ""
+
+
+async def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """The figures of every round."""
+    report: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(write_shape(options.shape, Path(folder)))
+        trainer = Trainer("inflight_nccl", path)
+
+        async def update(engine: Any, share: str) -> dict[str, float]:
+            await trainer.send(engine, share)
+            return trainer.facts
+
+        try:
+            arm = Arm(
+                path,
+                update,
+                load_format="dummy",
+                dtype="bfloat16",
+                weight_transfer_config={"backend": "inflight_nccl"},
+                **(ENGINE | json.loads(options.engine)),
+            )
+            await trainer.join(arm.engine)
+            gc.collect()
+            gc.freeze()
+            # At the first of these the model's loaders are recorded.
+            await arm.carry_out(Plan(options.streams, 64, 0.5, [WHOLE] * 2))
+            rounds = [WHOLE, *options.shares, WHOLE]
+            for number, share in enumerate(rounds):
+                if share:  # at the first delta all parameters are brought up
+                    await arm.carry_out(Plan(options.streams, 64, 0.5, [share]))
+                plan = Plan(options.streams, 64, 0.5, [share] * options.updates)
+                found = figures(await arm.carry_out(plan))
+                name = share or ("whole" if not number else "whole again")
+                report[name] = found
+                print(name, json.dumps(found), flush=True)
+            arm.engine.shutdown()
+        finally:
+            trainer.end()
+    return report
+
+
+def figures(record: Any) -> dict[str, float]:
+    """Medians over the updates of a round."""
+    found = summary([record])
+    told = [update.facts for update in record.updates]
+    found |= {
+        f"told_{key}": median(each[key] for each in told)
+        for key in told[0]
+        if all(key in each for each in told)
+    }
+    del found["updates"]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="8B")
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--updates", type=int, default=8, help="per round")
+    parser.add_argument("--shares", nargs="+", default=["0.001", "0.01", "0.03"])
+    parser.add_argument("--engine", default="{}", help="more options, as JSON")
+    parser.add_argument("--out", type=Path, default=Path("out/bench"))
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    report = {"machine": facts(), "rounds": asyncio.run(measure(options))}
+    file = options.out / f"gpu-delta-{options.shape}.json"
+    file.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
