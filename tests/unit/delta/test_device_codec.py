@@ -77,6 +77,32 @@ def device_decode(part):
         )
 
 
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("size", [1024, 8192, 1 << 22])
+def test_all_blocks_at_once_are_encoded_as_one_by_one(size, values):
+    from vllm.inflight.delta.device_encode import encode_blocks
+
+    for old, new in cases():
+        before, now = integers(old), integers(new)
+        places = (before != now).nonzero().squeeze(1)
+        if not len(places):
+            continue
+        bits = before[places], now[places]
+        seen = list(encode_blocks(0, places, *bits, size, VALUES[values]))
+        _, counts = (places // size).unique_consecutive(return_counts=True)
+        assert len(seen) == len(counts)
+        first = 0
+        for block, count in zip(seen, counts.tolist(), strict=True):
+            own = slice(first, first + count)
+            wanted = reference.encode_block(
+                0, places[own], bits[0][own], bits[1][own], VALUES[values]
+            )
+            assert block.row == wanted.row
+            for one, other in zip(block.sections, wanted.sections, strict=True):
+                assert torch.equal(one, other)
+            first += count
+
+
 def check() -> None:
     """Runs where TRITON_INTERPRET was set before Triton was imported."""
     pairs = list(cases())
@@ -154,6 +180,57 @@ def test_a_device_encodes_decodes_and_digests_as_the_host_does():
     run = subprocess.run(
         [sys.executable, "-c", f"from {__name__} import check; check()"],
         env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
+def compile_kernels() -> None:
+    """Compile every kernel for a GPU that need not be there."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from vllm.inflight.delta import triton_kernels as codec
+    from vllm.inflight.ops import triton_kernels as digests
+
+    bits, long = "*i16", "*i64"
+    block, one = ("BLOCK", 256), {"num": "i32"}
+    found = {"firsts": long, "places": long, "olds": bits, "news": bits} | one
+    both = {"old": bits, "new": bits}
+    integer = codec.INTEGERS[2]
+    for kernel, arguments, constants in (
+        (codec._count, both | {"counts": "*i32"} | one, [block]),
+        (
+            codec._compact,
+            both | {"firsts": long} | found | one | {"start": "i64"},
+            [block],
+        ),
+        (
+            codec._decode_gaps,
+            {"rows": long, "owners": "*i32", "data": "*u8", "places": long}
+            | {"bits": "*u8", "fault": long},
+            [("INTEGER", integer), ("CODES", 1024)],
+        ),
+        (
+            digests._changes,
+            {"places": long, "old_bits": bits, "new_bits": bits, "sums": long} | one,
+            [("WIDTH", 2), block],
+        ),
+    ):
+        signature = arguments | {name: "constexpr" for name, _ in constants}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=dict(constants))
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+        assert compiled.asm["ptx"]
+
+
+@pytest.mark.seconds
+def test_every_kernel_compiles_for_a_gpu(tmp_path):
+    run = subprocess.run(
+        [sys.executable, "-c", f"from {__name__} import compile_kernels as c; c()"],
+        env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=240,

@@ -82,11 +82,10 @@ def assemble(blocks: Sequence[EncodedBlock], device: torch.device) -> Part:
     table = bytearray(HEADER.pack(MAGIC, VERSION, 0, len(rows), 0, size, size))
     for row in rows:
         table += ROW.pack(*(getattr(row, field.name) for field in fields(Block)))
-    data = torch.zeros(size, dtype=torch.uint8, device=device)
-    for row, block in zip(rows, blocks, strict=True):
-        at = (row.chunks_at, row.places_at, row.values_at, row.exceptions_at)
-        for start, section in zip(at, block.sections, strict=True):
-            data[start : start + len(section)] = section
+    padding = torch.zeros(8, dtype=torch.uint8, device=device)
+    sections = [block.sections[kind] for kind in range(4) for block in blocks]
+    padded = [(each, padding[: -len(each) % 8]) for each in sections]
+    data = torch.cat([piece for pair in padded for piece in pair])
     return Part(torch.frombuffer(table, dtype=torch.uint8).to(device), data)
 
 
@@ -122,53 +121,95 @@ def encode_block(
     return EncodedBlock(row, (chunks, place_codes, codes, exceptions))
 
 
+def choose_values(
+    width: int, num: int, escapes: Sequence[int], values: int
+) -> tuple[int, int]:
+    """Form of the values of a block, and bytes of a code.
+
+    Args:
+        width: bytes of an element.
+        num: entries of the block.
+        escapes: differences that have no code of 1 byte, of 2 bytes.
+        values: a `ValueForm`, or 0 for the smaller one.
+
+    """
+    candidates = [(num * width, ValueForm.RAW, 0)]
+    for code_bytes, count in enumerate(escapes, 1):
+        total = num * code_bytes + count * width
+        candidates.append((total, ValueForm.DIFFERENCE, code_bytes))
+    allowed = [each for each in candidates if values in (0, each[1])]
+    _, form, code_bytes = min(allowed, key=lambda each: each[0])
+    return form, code_bytes
+
+
+def choose_places(
+    num: int, size: int, codes8: int, codes16: int, runs: int
+) -> tuple[int, int]:
+    """Form of the places of a block, and number of their codes."""
+    if num == size:
+        return PlaceForm.WHOLE, 0
+    rows = [
+        Block(0, 1, form, ValueForm.RAW, 0, 0, size, num, 0, num_codes, 0, 0, 0, 0)
+        for form, num_codes in (
+            (PlaceForm.GAPS8, codes8),
+            (PlaceForm.GAPS16, codes16),
+            (PlaceForm.BITMAP, 0),
+            (PlaceForm.RUNS, runs),
+        )
+    ]
+    row = min(rows, key=lambda row: sum(section_bytes(row)[:2]))
+    return row.form, row.num_codes
+
+
+def zigzag_codes(difference: torch.Tensor) -> torch.Tensor:
+    """0, 1, 2, 3 of 0, -1, 1, -2; of 8 bytes it is negative if its top bit is set."""
+    wide = difference.to(torch.int64)
+    return (wide << 1) ^ (wide >> 63)
+
+
+def escapes_of(zigzag: torch.Tensor, code_bytes: int) -> torch.Tensor:
+    """The differences that have no code of so many bytes."""
+    return (zigzag < 0) | (zigzag >= (1 << 8 * code_bytes) - 1)
+
+
+def code_widths(width: int) -> tuple[int, ...]:
+    """Bytes that a code of differences may have."""
+    return (1, 2) if width >= 4 else (1,)
+
+
 def _encode_values(
     old_bits: torch.Tensor, new_bits: torch.Tensor, values: int
 ) -> tuple[int, int, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Form, bytes of a code, which are escapes, values, exceptions."""
     width, num = new_bits.element_size(), len(new_bits)
     difference = new_bits - old_bits  # wraps
-    wide = difference.to(torch.int64)
-    # Of 8 bytes the zig-zag code is negative here if its top bit is set.
-    zigzag = (wide << 1) ^ (wide >> 63)
-    candidates = [(num * width, ValueForm.RAW, 0, torch.zeros_like(zigzag).bool())]
-    for code_bytes in (1, 2) if width >= 4 else (1,):
-        escapes = (zigzag < 0) | (zigzag >= (1 << 8 * code_bytes) - 1)
-        total = num * code_bytes + int(escapes.sum()) * width
-        candidates.append((total, ValueForm.DIFFERENCE, code_bytes, escapes))
-    allowed = [each for each in candidates if values in (0, each[1])]
-    _, form, code_bytes, escapes = min(allowed, key=lambda each: each[0])
-    if form is ValueForm.RAW:
-        return form, 0, escapes, _bytes(new_bits), _bytes(new_bits[:0])
-    codes = zigzag.masked_fill(escapes, -1).to(INTEGERS[code_bytes])
-    return form, code_bytes, escapes, _bytes(codes), _bytes(difference[escapes])
+    zigzag = zigzag_codes(difference)
+    escapes = [escapes_of(zigzag, code_bytes) for code_bytes in code_widths(width)]
+    counts = [int(each.sum()) for each in escapes]
+    form, code_bytes = choose_values(width, num, counts, values)
+    if form == ValueForm.RAW:
+        none = torch.zeros_like(escapes[0])
+        return form, 0, none, as_bytes(new_bits), as_bytes(new_bits[:0])
+    own = escapes[code_bytes - 1]
+    codes = zigzag.masked_fill(own, -1).to(INTEGERS[code_bytes])
+    return form, code_bytes, own, as_bytes(codes), as_bytes(difference[own])
 
 
 def _encode_places(
     inside: torch.Tensor, size: int, escapes: torch.Tensor
 ) -> tuple[int, int, torch.Tensor, torch.Tensor]:
     """Form, number of codes, chunks, places."""
-    nothing = inside[:0].to(torch.uint8)
-    if len(inside) == size:
-        return PlaceForm.WHOLE, 0, nothing, nothing
     before = torch.cat((inside.new_full((1,), -1), inside[:-1]))
     gaps = inside - before - 1
     starts = gaps > 0
     starts[0] = True
-    counts = (
-        (PlaceForm.GAPS8, len(inside) + int((gaps // 0xFF).sum())),
-        (PlaceForm.GAPS16, len(inside) + int((gaps // 0xFFFF).sum())),
-        (PlaceForm.BITMAP, 0),
-        (PlaceForm.RUNS, int(starts.sum())),
+    form, num_codes = choose_places(
+        *(len(inside), size, len(inside) + int((gaps // 0xFF).sum())),
+        *(len(inside) + int((gaps // 0xFFFF).sum()), int(starts.sum())),
     )
-    raw = (size, len(inside), 0)
-    plain = (0, 0, 0, 0)
-    rows = [
-        Block(0, 1, form, ValueForm.RAW, 0, 0, *raw, num, *plain)
-        for form, num in counts
-    ]
-    row = min(rows, key=lambda row: sum(section_bytes(row)[:2]))
-    form, num_codes = row.form, row.num_codes
+    nothing = inside[:0].to(torch.uint8)
+    if form == PlaceForm.WHOLE:
+        return form, 0, nothing, nothing
     if form == PlaceForm.BITMAP:
         bits = torch.zeros(-(-size // 8) * 8, dtype=torch.uint8, device=inside.device)
         bits[inside] = 1
@@ -180,14 +221,14 @@ def _encode_places(
         entry = starts.nonzero().squeeze(1)
         ends = torch.cat((entry[1:], entry.new_full((1,), len(inside))))
         pairs = torch.stack((first, ends - entry), 1)
-        return form, num_codes, nothing, _bytes(pairs.to(torch.int32).reshape(-1))
+        return form, num_codes, nothing, as_bytes(pairs.to(torch.int32).reshape(-1))
     code_bytes = CODE_BYTES[form]
     most = (1 << 8 * code_bytes) - 1
     at = (gaps // most + 1).cumsum(0) - 1
     codes = torch.full((num_codes,), most, dtype=torch.int64, device=inside.device)
     codes[at] = gaps % most
     chunks = _chunks(codes, most, escapes)
-    return form, num_codes, chunks, _bytes(codes.to(INTEGERS[code_bytes]))
+    return form, num_codes, chunks, as_bytes(codes.to(INTEGERS[code_bytes]))
 
 
 def _chunks(codes: torch.Tensor, most: int, escapes: torch.Tensor) -> torch.Tensor:
@@ -197,7 +238,7 @@ def _chunks(codes: torch.Tensor, most: int, escapes: torch.Tensor) -> torch.Tens
     positions = _before(codes + is_entry)[::CHUNK_CODES]
     exceptions = _before(escapes)[entries]
     table = torch.stack((positions, entries, exceptions), 1)
-    return _bytes(table.to(torch.int32).reshape(-1))
+    return as_bytes(table.to(torch.int32).reshape(-1))
 
 
 def decode_block(
@@ -300,7 +341,8 @@ def _unsigned(section: torch.Tensor, code_bytes: int) -> torch.Tensor:
     return numbers & ((1 << 8 * code_bytes) - 1)
 
 
-def _bytes(numbers: torch.Tensor) -> torch.Tensor:
+def as_bytes(numbers: torch.Tensor) -> torch.Tensor:
+    """The bytes of flat numbers."""
     return numbers.contiguous().view(torch.uint8)
 
 
