@@ -95,7 +95,7 @@ class Encoder:
 
         """
         before, now = _pair(old, new)
-        last, self.has_changed = self._last, False
+        self.has_changed = False
         self._advance(number, 0, max(before.numel() - 1, 0))
         yield from self._on(before.device)
         assert self._coder is not None
@@ -109,7 +109,7 @@ class Encoder:
             self.has_changed |= self._coder.num_bytes > num_bytes
             yield from self._full()
         if not self.has_changed:
-            self._last = last
+            self._last = (number, -1)
 
     def add_places(
         self,
