@@ -131,8 +131,11 @@ class Encoder:
 
         """
         before, now = _pair(old_bits, new_bits)
-        if positions.shape != before.shape or positions.dtype is not torch.int64:
-            raise ValueError("positions must be an int64 for each changed element")
+        kind = (positions.shape, positions.dtype, positions.device)
+        if kind != (before.shape, torch.int64, before.device):
+            raise ValueError(
+                "positions must be an int64 for each changed element, on its device"
+            )
         if not len(positions):
             return
         self._advance(number, int(positions[0]), int(positions[-1]))
