@@ -288,6 +288,8 @@ def test_an_encoder_refuses_what_is_no_delta():
             list(encoder.add_places(0, torch.tensor(positions), bits, bits))
     with pytest.raises(ValueError, match="int64 for each"):
         list(encoder.add_places(1, torch.tensor([1]), flat, flat))
+    with pytest.raises(ValueError, match="int64 for each"):
+        list(encoder.add_places(1, torch.arange(8, device="meta"), flat, flat))
     for options in ({"max_part_bytes": 1}, {"values": "any"}, {"num_threads": 0}):
         with pytest.raises(ValueError, match=next(iter(options))):
             delta.Encoder(**options)

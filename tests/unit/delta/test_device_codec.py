@@ -103,6 +103,26 @@ def test_all_blocks_at_once_are_encoded_as_one_by_one(size, values):
             first += count
 
 
+def test_many_changes_are_encoded_stretch_by_stretch(monkeypatch):
+    from vllm.inflight.delta import device_encode
+
+    limit = 1 << 16
+    monkeypatch.setattr(device_encode, "MOST_ENTRIES", 40_000)
+    old = random_bits(torch.int16, 300_000)
+    new = with_changes(old, scattered(300_000, 0.7), most=300)
+    places = (old != new).nonzero().squeeze(1)
+    coder = device_encode.DeviceCoder(limit, 0)
+    coder.add_places(0, places, old[places], new[places])
+    parts = []
+    while coder.num_bytes:
+        parts.append(coder.take(limit))
+    wanted = parts_of([(old, new)], max_part_bytes=limit)
+    assert len(parts) == len(wanted) > 3
+    for one, other in zip(parts, wanted, strict=True):
+        assert torch.equal(one.table, other.table)
+        assert torch.equal(one.data, other.data)
+
+
 def check() -> None:
     """Runs where TRITON_INTERPRET was set before Triton was imported."""
     pairs = list(cases())
@@ -203,11 +223,7 @@ def compile_kernels() -> None:
     integer = codec.INTEGERS[2]
     for kernel, arguments, constants in (
         (codec._count, both | {"counts": "*i32"} | one, [block]),
-        (
-            codec._compact,
-            both | {"firsts": long} | found | one | {"start": "i64"},
-            [block],
-        ),
+        (codec._compact, both | found | {"start": "i64"}, [block]),
         (
             codec._decode_gaps,
             {"rows": long, "owners": "*i32", "data": "*u8", "places": long}

@@ -209,6 +209,26 @@ def test_a_part_is_checked_before_it_is_used():
         part().check([1], [])
 
 
+def test_a_part_without_rows_changes_nothing():
+    header = HEADER.pack(b"vifdelta", 1, 0, 0, 0, 0, 0)
+    empty = torch.zeros(0, dtype=torch.uint8)
+    made = Part(torch.tensor(list(header), dtype=torch.uint8), empty)
+    assert read(made) == []
+
+
+def test_a_part_may_lie_anywhere_in_a_buffer():
+    buffer = torch.zeros(100_000, dtype=torch.uint8)
+    whole, at = part(), 3
+    views = []
+    for tensor in (whole.table, whole.data):
+        views.append(buffer[at : at + len(tensor)])
+        views[-1].copy_(tensor)
+        at += len(tensor) + 2
+    for one, other in zip(read(Part(*views)), read(whole), strict=True):
+        assert torch.equal(one.places, other.places)
+        assert torch.equal(one.bits, other.bits)
+
+
 def test_a_table_that_changes_after_its_check_changes_nothing():
     made = part()
     made.check(SIZES, WIDTHS)

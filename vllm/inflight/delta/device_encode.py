@@ -13,15 +13,21 @@ from vllm.inflight.delta import reference
 from vllm.inflight.delta.part import (
     CHUNK_CODES,
     HEADER,
+    MAX_ELEMENTS,
     Block,
     Part,
     block_elements,
 )
 from vllm.inflight.ops import INTEGERS
 
+MOST_ENTRIES = 4 * MAX_ELEMENTS
+"""Changes that are encoded at once: about 1.5 GB of GPU memory."""
+
 
 class DeviceCoder:
     """Encodes tensors of one GPU into parts on that GPU."""
+
+    blocks_at_once = 32
 
     def __init__(self, limit: int, values: int) -> None:
         self._limit, self._values = limit, values
@@ -54,12 +60,21 @@ class DeviceCoder:
     def _encode(
         self, number: int, places: torch.Tensor, old: torch.Tensor, new: torch.Tensor
     ) -> None:
-        if not len(places):
-            return
         size = block_elements(self._limit, new.element_size())
-        for block in encode_blocks(number, places, old, new, size, self._values):
-            self._waiting.append(block)
-            self._num_bytes += block.num_bytes
+        start = 0
+        while start < len(places):
+            end = start + MOST_ENTRIES
+            if end < len(places):  # then at the border of a block
+                border = places[end] // size * size
+                end = int(torch.searchsorted(places, border))
+            own = slice(start, end)
+            blocks = encode_blocks(
+                number, places[own], old[own], new[own], size, self._values
+            )
+            for block in blocks:
+                self._waiting.append(block)
+                self._num_bytes += block.num_bytes
+            start = end
 
     def take(self, limit: int) -> Part:
         """The first blocks that wait and fit into `limit` bytes, as a part."""

@@ -21,7 +21,15 @@ VALUES = {"auto": 0, "raw": int(ValueForm.RAW), "difference": int(ValueForm.DIFF
 
 
 class Coder(Protocol):
-    """Encodes blocks, which wait until a part takes them."""
+    """Encodes blocks, which wait until a part takes them.
+
+    Attributes:
+        blocks_at_once: blocks of a call of `add`, so that not much more than a part is
+            in memory.
+
+    """
+
+    blocks_at_once: int
 
     def add(
         self, number: int, start: int, old: torch.Tensor, new: torch.Tensor
@@ -99,9 +107,8 @@ class Encoder:
         self._advance(number, 0, max(before.numel() - 1, 0))
         yield from self._on(before.device)
         assert self._coder is not None
-        # Few blocks at a time, so that not much more than one part is in memory.
         step = block_elements(self._limit, before.element_size())
-        step *= 4 * self._num_threads
+        step *= self._coder.blocks_at_once
         for start in range(0, before.numel(), step):
             stretch = slice(start, start + step)
             num_bytes = self._coder.num_bytes
@@ -132,8 +139,11 @@ class Encoder:
 
         """
         before, now = _pair(old_bits, new_bits)
-        if positions.shape != before.shape or positions.dtype is not torch.int64:
-            raise ValueError("positions must be an int64 for each changed element")
+        kind = (positions.shape, positions.dtype, positions.device)
+        if kind != (before.shape, torch.int64, before.device):
+            raise ValueError(
+                "positions must be an int64 for each changed element, on its device"
+            )
         if not len(positions):
             return
         self._advance(number, int(positions[0]), int(positions[-1]))
@@ -199,6 +209,7 @@ class _HostCoder:
 
     def __init__(self, limit: int, values: int, num_threads: int) -> None:
         self._limit, self._values, self._num_threads = limit, values, num_threads
+        self.blocks_at_once = 4 * num_threads
         self._core = native_core()
         self._queue = self._core.delta_open()
         self.num_bytes = 0
