@@ -160,7 +160,7 @@ def shadow_of(live: torch.nn.Module, second: torch.nn.Module) -> Any:
         place=plan.place,
         load=lambda weights: type(second).load_weights(second, weights),
         stale=set(),
-        changed={},
+        changed=[],
         quantised=set(),
         tables={},
         views={},

@@ -149,18 +149,9 @@ def add_sums(
 CHANGES_PER_PROGRAM = 1024
 
 
-@triton.jit(
-    do_not_specialize=["num"],
-    do_not_specialize_on_alignment=["places", "old_bits", "new_bits", "sums"],
-)
-def _changes(
-    places, old_bits, new_bits, sums, num, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < num
-    offset = tl.load(places + at, mask=inside, other=0) * WIDTH
-    before = tl.load(old_bits + at, mask=inside, other=0).to(tl.int64)
-    now = tl.load(new_bits + at, mask=inside, other=0).to(tl.int64)
+@triton.jit
+def change_terms(offset, before, now, WIDTH: tl.constexpr):
+    """What each changed element adds to both sums, given its place in bytes."""
     # Each change has its own page, as its place may be anywhere.
     page = (offset >> 35).to(tl.uint32) + 1
     page = (page ^ (page >> 16)) * 0x21F0AAAD
@@ -180,8 +171,24 @@ def _changes(
         value = ((now & mask) - (before & mask)) << (8 * (offset & 3))
         x = tl.where((offset & 4) == 0, value, 0)
         y = tl.where((offset & 4) == 0, 0, value)
-    tl.atomic_add(sums, tl.sum(x * g + y * k, 0))
-    tl.atomic_add(sums + 1, tl.sum(x * k - y * g, 0))
+    return x * g + y * k, x * k - y * g
+
+
+@triton.jit(
+    do_not_specialize=["num"],
+    do_not_specialize_on_alignment=["places", "old_bits", "new_bits", "sums"],
+)
+def _changes(
+    places, old_bits, new_bits, sums, num, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < num
+    offset = tl.load(places + at, mask=inside, other=0) * WIDTH
+    before = tl.load(old_bits + at, mask=inside, other=0).to(tl.int64)
+    now = tl.load(new_bits + at, mask=inside, other=0).to(tl.int64)
+    a, b = change_terms(offset, before, now, WIDTH)
+    tl.atomic_add(sums, tl.sum(a, 0))
+    tl.atomic_add(sums + 1, tl.sum(b, 0))
 
 
 def sums_of_changes(

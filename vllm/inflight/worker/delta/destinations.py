@@ -14,6 +14,9 @@ import torch
 
 from vllm.inflight.worker.replay_plan import Copied, Entry, View, are_apart
 
+MOST_DIMS = 4
+"""Most dimensions of a part that are longer than one, as kernels follow them."""
+
 
 class Found(NamedTuple):
     """The elements of a tensor that lie in one parameter.
@@ -30,13 +33,16 @@ class Found(NamedTuple):
 class Destinations:
     """The places of one checkpoint tensor in the parameters of a rank.
 
+    Attributes:
+        copies: the copies that its loader makes.
+
     Args:
         entry: what the loader does with the tensor.
 
     """
 
     def __init__(self, entry: Entry) -> None:
-        self._copies = entry.copies
+        self.copies = entry.copies
         self._numel = entry.shape.numel()
 
     @classmethod
@@ -56,12 +62,12 @@ class Destinations:
     @property
     def params(self) -> set[str]:
         """The parameters that hold an element of the tensor."""
-        return {copied.param for copied in self._copies}
+        return {copied.param for copied in self.copies}
 
     @property
     def has_all(self) -> bool:
         """Whether every element of the tensor is served on this rank, and once."""
-        parts = [copied.part for copied in self._copies]
+        parts = [copied.part for copied in self.copies]
         return sum(prod(shape) for _, shape, _ in parts) == self._numel and are_apart(
             parts
         )
@@ -74,7 +80,7 @@ class Destinations:
                 device.
 
         """
-        for copied in self._copies:
+        for copied in self.copies:
             offsets, inside = follow(places, copied.part, copied.view)
             if prod(copied.part[1]) == self._numel:
                 yield Found(copied.param, None, offsets)  # no look at the GPU
@@ -103,7 +109,7 @@ def follow(
     left = places - first
     offsets = torch.full_like(places, view[0])
     inside = left >= 0
-    for size, step, to in _widest_first(shape, stride, view[2]):
+    for size, step, to in widest_first(shape, stride, view[2]):
         index = left.div(step, rounding_mode="floor")
         left = left - index * step
         offsets += index * to
@@ -121,7 +127,7 @@ def nests(part: View) -> bool:
     """
     _, shape, stride = part
     reach = 1
-    for size, step, _ in reversed(_widest_first(shape, stride, stride)):
+    for size, step, _ in reversed(widest_first(shape, stride, stride)):
         if step < reach:
             return False
         reach += (size - 1) * step
@@ -129,10 +135,12 @@ def nests(part: View) -> bool:
 
 
 def _is_plain(copied: Copied) -> bool:
-    return copied.is_exact and nests(copied.part)
+    _, shape, _ = copied.part
+    is_short = sum(size > 1 for size in shape) <= MOST_DIMS
+    return copied.is_exact and is_short and nests(copied.part)
 
 
-def _widest_first(
+def widest_first(
     shape: Sequence[int], stride: Sequence[int], other: Sequence[int]
 ) -> list[tuple[int, int, int]]:
     """(size, stride, other stride) of the dimensions that are longer than one."""

@@ -7,13 +7,13 @@ from math import prod
 
 import torch
 
-from vllm.inflight.delta.decode import Changes
+from vllm.inflight.delta import Part
 from vllm.inflight.errors import Malformed
 from vllm.inflight.update import TensorSpec
 
 
 class Order:
-    """Checks that no tensor and no element of a delta comes twice.
+    """Checks the parts of a delta: no element comes twice, and all in order.
 
     Args:
         specs: the announced tensors; parts have their numbers.
@@ -22,38 +22,29 @@ class Order:
 
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
         self._specs = specs
-        self.sizes = [prod(spec.shape) for spec in specs]
-        """Elements of each tensor."""
-        self.widths = [getattr(torch, spec.dtype).itemsize for spec in specs]
-        """Bytes of an element of each tensor."""
-        self.number = -1
-        """The tensor of the changes noted last."""
-        self._last = -1
-        """The last element of these changes."""
+        self._sizes = [prod(spec.shape) for spec in specs]
+        self._widths = [getattr(torch, spec.dtype).itemsize for spec in specs]
+        self._end = (-1, 0)
+        """Tensor and element up to which changes have come."""
 
-    def note(self, changes: Changes) -> bool:
-        """Note the next changes; returns whether they are of another tensor.
+    def check(self, part: Part) -> None:
+        """Check the next part, whose blocks are in order among themselves.
 
         Raises:
-            Malformed: they come before changes that were noted.
+            Malformed: its table is invalid, or it changes what comes before the changes
+                of an earlier part.
 
         """
-        is_new = changes.number != self.number
-        if changes.number < self.number:
+        part.check(self._sizes, self._widths)
+        blocks = part.blocks()
+        if not blocks:
+            return
+        first, last = blocks[0], blocks[-1]
+        if (first.number, first.first) < self._end:
+            number, element = self._end
             raise Malformed(
-                f"the delta changes {self._name(changes.number)} after "
-                f"{self._name(self.number)}, which comes later in its manifest"
+                f"the delta changes element {first.first} of "
+                f"{self._specs[first.number].name!r} after element {element - 1} of "
+                f"{self._specs[number].name!r}; its parts must come in order"
             )
-        if is_new:
-            self.number, self._last = changes.number, -1
-        first, last = changes.places[0].item(), changes.places[-1].item()
-        if first <= self._last:
-            raise Malformed(
-                f"the delta changes element {first} of {self._name(self.number)} "
-                f"after element {self._last}; elements must come in order"
-            )
-        self._last = int(last)
-        return is_new
-
-    def _name(self, number: int) -> str:
-        return repr(self._specs[number].name)
+        self._end = last.number, last.first + last.num_elements

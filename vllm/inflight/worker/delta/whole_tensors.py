@@ -48,7 +48,7 @@ class DeltaTensors:
         self._base = base
         self._received = received
         self._parts = ArrivingParts()
-        self._name = ""
+        self._number = -1
         """The tensor that is being changed."""
         self._tensor: torch.Tensor | None = None
 
@@ -63,10 +63,11 @@ class DeltaTensors:
         for name, tensor in pairs:
             for part in self._parts.add(name, tensor):
                 self._received(part.num_bytes)
-                part.check(self._order.sizes, self._order.widths)
+                self._order.check(part)
                 for changes in decode(part):
-                    if self._order.note(changes):
+                    if changes.number != self._number:
                         yield from self._finished()
+                        self._number = changes.number
                         self._begin(self._specs[changes.number])
                     assert self._tensor is not None
                     apply(changes, self._tensor.view(-1))
@@ -90,11 +91,10 @@ class DeltaTensors:
                 f"the delta announces {spec.name!r} as {list(spec.shape)} "
                 f"{spec.dtype}, and {list(form[0])} {form[1]} of it is served"
             )
-        self._name = spec.name
         self._tensor = found.clone(memory_format=torch.contiguous_format)
 
     def _finished(self) -> Iterator[Pair]:
         """The tensor that was being changed, if there is one."""
         tensor, self._tensor = self._tensor, None
         if tensor is not None:
-            yield self._name, tensor
+            yield self._specs[self._number].name, tensor

@@ -13,17 +13,23 @@ change are those of the served version, whose digest is known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 
 import torch
 
 from vllm.inflight import ops
-from vllm.inflight.delta.decode import Changes, decode
+from vllm.inflight.delta import Changes, Part, decode
 from vllm.inflight.delta.parts import ArrivingParts, Pair
 from vllm.inflight.errors import Cause, DeltaUnsupported, Malformed
 from vllm.inflight.update import TensorSpec
+from vllm.inflight.worker.delta.changed_elements import (
+    ChangedElements,
+    Stretch,
+    elements,
+)
 from vllm.inflight.worker.delta.destinations import Destinations
+from vllm.inflight.worker.delta.device_writer import DeviceWriter
 from vllm.inflight.worker.delta.order import Order
 from vllm.inflight.worker.shadow.carry_over import copy_unsent
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
@@ -67,11 +73,16 @@ class DeltaWriter:
         self._order = Order(self._specs)
         self._live = dict(shadow.live.named_parameters())
         self._new = dict(shadow.module.named_parameters())
-        self._found: dict[str, Destinations] = {}
-        """The places of each tensor that the delta changes."""
-        self._digests: dict[str, ops.Digest] = {}
-        self._num_bad: dict[str, int] = {}
-        """Elements of a tensor that become NaN or Inf."""
+        self._places: list[Destinations] = []
+        """Of each tensor that the delta changes."""
+        self._dtypes = [getattr(torch, spec.dtype) for spec in self._specs]
+        self._sums = [ops.Digest.ZERO] * len(self._specs)
+        """What the digest of each tensor changes by."""
+        self._num_bad = [0] * len(self._specs)
+        """Elements of each tensor that become NaN or Inf."""
+        self._come: set[int] = set()
+        """The tensors that changes have come for."""
+        self._on_device: DeviceWriter | None = None
 
     def begin(self) -> None:
         """Bring the shadow weights up to what is served.
@@ -80,9 +91,12 @@ class DeltaWriter:
             DeltaUnsupported: a tensor of the delta is not served as a copy.
 
         """
-        for spec in self._specs:
-            self._find(spec)
+        self._places = [self._find(spec) for spec in self._specs]
         bring_up(self._shadow, self._live, self._new, self._between)
+        if self._shadow.device.type == "cuda":
+            self._on_device = DeviceWriter(
+                self._shadow.device, self._live, self._new, len(self._specs)
+            )
 
     def take(self, pairs: Iterable[Pair]) -> None:
         """Apply the parts of one chunk.
@@ -93,12 +107,10 @@ class DeltaWriter:
         """
         for name, tensor in pairs:
             for part in self._parts.add(name, tensor):
-                part.check(self._order.sizes, self._order.widths)
-                for changes in decode(part):
-                    self._order.note(changes)
-                    self._apply(changes)
-                num_bytes = part.num_bytes
-                self._received(num_bytes, len(self._digests))
+                part = Part(part.table, part.data.to(self._shadow.device))
+                self._order.check(part)
+                self._write(list(decode(part)))
+                self._received(part.num_bytes, len(self._come))
             del tensor  # a transport reuses memory that no tensor refers to
 
     def problems(self) -> list[Problem]:
@@ -109,10 +121,15 @@ class DeltaWriter:
 
         """
         self._parts.require_all()
+        if self._on_device is not None:
+            for number, (a, b, bad, _) in enumerate(self._on_device.results()):
+                self._sums[number] = ops.Digest(a % 2**64, b % 2**64)
+                self._num_bad[number] = bad
         found: list[Problem] = []
-        for spec in self._specs:
-            digest = self._digests.get(spec.name)
-            if digest is None:
+        for number, spec in enumerate(self._specs):
+            digest = self._digest(number)
+            bad = 0 if self._allow_nonfinite else self._num_bad[number]
+            if number not in self._come:
                 why = "the manifest announces a change of it, and none came"
                 found.append((spec.name, Cause.MISSING, why))
             elif digest.hex() != spec.digest:
@@ -122,25 +139,25 @@ class DeltaWriter:
                     "served, or some of them were lost"
                 )
                 found.append((spec.name, Cause.DIGEST, why))
-            elif (bad := self._num_bad.get(spec.name, 0)) and not self._allow_nonfinite:
+            elif bad:
                 why = f"{bad} of its changed elements become NaN or Inf"
                 found.append((spec.name, Cause.NOT_FINITE, why))
         return found
 
+    def _digest(self, number: int) -> ops.Digest:
+        """The digest of a tensor with its changes."""
+        facts = self._served.facts[self._specs[number].name]
+        return ops.Digest(*facts[2]) + self._sums[number]
+
     def content(self) -> Content:
         """The content of the changed tensors."""
         facts: dict[str, Facts] = {}
-        for spec in self._specs:
-            digest = self._digests[spec.name]
+        for number, spec in enumerate(self._specs):
+            digest = self._digest(number)
             facts[spec.name] = spec.dtype, spec.shape, (digest.a, digest.b)
         return Content(facts, self._samples())
 
-    @property
-    def params(self) -> set[str]:
-        """The parameters that the delta changes."""
-        return {param for each in self._found.values() for param in each.params}
-
-    def _find(self, spec: TensorSpec) -> None:
+    def _find(self, spec: TensorSpec) -> Destinations:
         facts = self._served.facts.get(spec.name)
         entry = self._shadow.plan.known(spec.name)
         found = Destinations.of(entry)
@@ -157,44 +174,50 @@ class DeltaWriter:
                 f"the delta announces {spec.name!r} as {list(spec.shape)} "
                 f"{spec.dtype}, and {list(form[0])} {form[1]} of it is served"
             )
-        self._found[spec.name] = found
+        return found
 
-    def _apply(self, changes: Changes) -> None:
-        spec = self._specs[changes.number]
-        name = spec.name
-        dtype = getattr(torch, spec.dtype)
-        digest = self._digests.get(name)
-        if digest is None:
-            digest = ops.Digest(*self._served.facts[name][2])
-        device = self._shadow.device
-        places, bits = changes.places.to(device), changes.bits.to(device)
-        for found in self._found[name].find(places):
+    def _write(self, changes: Sequence[Changes]) -> None:
+        """Write the changes of one part."""
+        self._come.update(each.number for each in changes)
+        if self._on_device is not None:
+            log = self._on_device.write(changes, self._places, self._dtypes)
+            self._shadow.note_changed(log)
+            return
+        for each in changes:
+            self._write_on_host(each)
+
+    def _write_on_host(self, changes: Changes) -> None:
+        number, bits = changes.number, changes.bits
+        dtype = self._dtypes[number]
+        for found in self._places[number].find(changes.places):
             if found.chosen is None:
-                at, change = places, bits
+                at, change = changes.places, bits
             else:
-                at, change = places[found.chosen], bits[found.chosen]
-            old = _elements(self._live[found.param], bits.dtype)[found.offsets]
+                at, change = changes.places[found.chosen], bits[found.chosen]
+            old = elements(self._live[found.param], bits.dtype)[found.offsets]
             new = old + change if changes.are_differences else change
             # Noted before it is written, so that an aborted update is brought up too.
-            self._shadow.note_changed(found.param, found.offsets)
-            _elements(self._new[found.param], bits.dtype)[found.offsets] = new
-            digest += ops.digest_of_changes(at, old, new, new.element_size())
+            stretch = Stretch(found.param, 0, len(new), dtype.itemsize)
+            offsets = found.offsets.to(torch.int32)
+            self._shadow.note_changed(ChangedElements(offsets, (stretch,)))
+            elements(self._new[found.param], bits.dtype)[found.offsets] = new
+            self._sums[number] += ops.digest_of_changes(at, old, new, dtype.itemsize)
             if not self._allow_nonfinite:
                 (bad,) = ops.count_nonfinite([new.view(dtype)])
-                self._num_bad[name] = self._num_bad.get(name, 0) + bad
-        self._digests[name] = digest
+                self._num_bad[number] += bad
 
     def _samples(self) -> Samples:
         """Samples of the changed tensors, read from the shadow weights."""
         places: dict[str, tuple[int, int]] = {}
         names: dict[tuple[torch.dtype, int], list[str]] = {}
         rows: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
-        for spec in self._specs:
-            dtype, device = getattr(torch, spec.dtype), self._shadow.device
+        device = self._shadow.device
+        for number, spec in enumerate(self._specs):
+            dtype = self._dtypes[number]
             at = sample_places(prod(spec.shape), device)
             row = torch.empty(len(at), dtype=dtype, device=device)
-            for found in self._found[spec.name].find(at):
-                values = _elements(self._new[found.param], dtype)[found.offsets]
+            for found in self._places[number].find(at):
+                values = elements(self._new[found.param], dtype)[found.offsets]
                 if found.chosen is None:
                     row = values
                 else:
@@ -223,28 +246,11 @@ def bring_up(
             from it ends the copying; what is left still counts as different.
 
     """
-    for name in shadow.stale:
-        shadow.changed.pop(name, None)
+    logs = [log.without(shadow.stale) for log in shadow.changed]
     with torch.no_grad():
         copy_unsent(shadow, set(), between)
         num_bytes = 0
-        for name in list(shadow.changed):
-            dtype = ops.INTEGERS[live[name].element_size()]
-            source, target = (_elements(p, dtype) for p in (live[name], new[name]))
-            for offsets in shadow.changed[name]:
-                target[offsets] = source[offsets]
-                num_bytes += offsets.numel() * live[name].element_size()
-            del shadow.changed[name]
+        for log in logs:
+            num_bytes += log.copy(live, new)
             between(num_bytes)
-
-
-def _elements(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The memory of a parameter, element by element, with this dtype of its width."""
-    flat = param.data.as_strided((_reach(param),), (1,), param.storage_offset())
-    return flat.view(dtype)
-
-
-def _reach(param: torch.Tensor) -> int:
-    """Elements from the first to the last of a parameter, with gaps."""
-    steps = zip(param.shape, param.stride(), strict=True)
-    return 1 + sum((n - 1) * step for n, step in steps) if param.numel() else 0
+    shadow.changed.clear()

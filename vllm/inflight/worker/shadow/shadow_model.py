@@ -27,6 +27,7 @@ from vllm.inflight.errors import ArenaTorn, ConfigError
 from vllm.inflight.tensor_names import Known
 from vllm.inflight.transport.buckets.reassembly import Destination
 from vllm.inflight.transport.host_threads import num_threads
+from vllm.inflight.worker.delta.changed_elements import ChangedElements
 from vllm.inflight.worker.memory.arena import Arena
 from vllm.inflight.worker.memory.placement import placement_of
 from vllm.inflight.worker.model import layerwise_reload, mla, moe, quantized, support
@@ -100,10 +101,9 @@ class ShadowModel:
 
         A flip does not change this set; a copy of one set over the other empties it.
         """
-        self.changed: dict[str, list[torch.Tensor]] = {}
-        """Parameters that are not stale, and in which single elements may differ: the
-        offsets of these elements in the parameter's memory. A flip does not change
-        them, either."""
+        self.changed: list[ChangedElements] = []
+        """Elements of parameters that are not stale, in which both may differ. A flip
+        does not change them, either."""
         self.dtypes: dict[str, str] = {}
         """Parameter name → the dtype in which it is served."""
         self._processed = False
@@ -336,23 +336,15 @@ class ShadowModel:
         self.stale.update(check.begun())
         check.run()
 
-    def note_changed(self, param: str, offsets: torch.Tensor) -> None:
-        """These elements of a parameter may differ from the live weights from now on.
-
-        Args:
-            param: the name of the parameter.
-            offsets: of the elements in the parameter's memory, int64 [n].
-
-        """
-        if param not in self.stale:
-            # Half the memory, and enough for all parameters but the largest.
-            is_short = self.required[param].numel() < 1 << 30
-            kept = offsets.to(torch.int32 if is_short else torch.int64, copy=True)
-            self.changed.setdefault(param, []).append(kept)
+    def note_changed(self, log: ChangedElements) -> None:
+        """These elements may differ from the live weights from now on."""
+        if (log := log.without(self.stale)).stretches:
+            self.changed.append(log)
 
     def forget_changed(self) -> None:
         """Count parameters with changed elements as stale as a whole."""
-        self.stale.update(self.changed)
+        for log in self.changed:
+            self.stale.update(log.params)
         self.changed.clear()
 
     def pair(self) -> None:

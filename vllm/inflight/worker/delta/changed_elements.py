@@ -1,0 +1,75 @@
+"""Elements in which live and shadow weights differ, and nothing else of a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from vllm.inflight import ops
+
+
+class Stretch(NamedTuple):
+    """Elements of one parameter in a log: the entries from `first` to `end`."""
+
+    param: str
+    first: int
+    end: int
+    width: int
+    """Bytes of an element."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedElements:
+    """A log of elements that one part of a delta has changed.
+
+    Attributes:
+        offsets: of the elements in the memory of their parameters, int32; -1 for an
+            entry that is served on another rank.
+        stretches: the parameter of each entry.
+
+    """
+
+    offsets: torch.Tensor
+    stretches: tuple[Stretch, ...]
+
+    @property
+    def params(self) -> set[str]:
+        """The parameters that hold these elements."""
+        return {stretch.param for stretch in self.stretches}
+
+    def without(self, params: Collection[str]) -> ChangedElements:
+        """The log without the elements of these parameters."""
+        kept = tuple(s for s in self.stretches if s.param not in params)
+        return replace(self, stretches=kept)
+
+    def copy(
+        self, live: Mapping[str, torch.Tensor], shadow: Mapping[str, torch.Tensor]
+    ) -> int:
+        """Copy the elements from live to shadow parameters; returns their bytes."""
+        if self.offsets.is_cuda:
+            from vllm.inflight.worker.delta.device_writer import copy_elements
+
+            copy_elements(self, live, shadow)
+        else:
+            for param, first, end, width in self.stretches:
+                dtype = ops.INTEGERS[width]
+                offsets = self.offsets[first:end]
+                offsets = offsets[offsets >= 0].to(torch.int64)
+                source = elements(live[param], dtype)[offsets]
+                elements(shadow[param], dtype)[offsets] = source
+        return sum((end - first) * width for _, first, end, width in self.stretches)
+
+
+def elements(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The memory of a parameter, element by element, with this dtype of its width."""
+    flat = param.data.as_strided((reach(param),), (1,), param.storage_offset())
+    return flat.view(dtype)
+
+
+def reach(param: torch.Tensor) -> int:
+    """Elements from the first to the last of a parameter, with gaps."""
+    steps = zip(param.shape, param.stride(), strict=True)
+    return 1 + sum((n - 1) * step for n, step in steps) if param.numel() else 0

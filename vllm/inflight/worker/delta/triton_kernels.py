@@ -1,0 +1,132 @@
+"""Writing a delta on a GPU: one launch for all changes of a part."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm.inflight.ops.triton_kernels import change_terms
+
+BLOCK = 1024
+"""Changes that a program writes."""
+
+DIMS = 4
+"""Most dimensions of a part, of those that are longer than one."""
+
+COLUMNS = 16 + 3 * DIMS
+"""int64 values of a row of `write`; device_writer.py fills it."""
+
+SUMS = 4
+"""int64 values of the sums of a tensor: both halves of what its digest changes by, the
+elements that become NaN or Inf, and the elements written."""
+
+INTEGERS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
+
+
+# No argument is specialised, because compiling holds the interpreter's lock. The kernel
+# that was compiled at start-up has to fit every tensor.
+@triton.jit(do_not_specialize_on_alignment=["rows", "owners", "sums"])
+def _write(
+    rows,
+    owners,
+    sums,
+    WIDTH: tl.constexpr,
+    INTEGER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    row = rows + tl.load(owners + program).to(tl.int64) * (16 + 3 * DIMS)
+    places = tl.load(row).to(tl.pointer_type(tl.int64))
+    bits = tl.load(row + 1).to(tl.pointer_type(INTEGER))
+    live = tl.load(row + 2).to(tl.pointer_type(INTEGER))
+    shadow = tl.load(row + 3).to(tl.pointer_type(INTEGER))
+    log = tl.load(row + 4).to(tl.pointer_type(tl.int32))
+    num = tl.load(row + 5)
+    block = program - tl.load(row + 6)
+    sum_of = sums + tl.load(row + 7) * 4
+    is_added = tl.load(row + 8) != 0
+    limit = tl.load(row + 9).to(tl.uint64, bitcast=True)
+    nan_byte = tl.load(row + 10)
+    at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < num
+    place = tl.load(places + at, mask=inside, other=0)
+    # Followed from the part of the tensor into the view of the parameter.
+    left = place - tl.load(row + 11)
+    offset = tl.zeros((BLOCK,), tl.int64) + tl.load(row + 12)
+    is_here = inside & (left >= 0)
+    for dim in tl.static_range(DIMS):
+        size = tl.load(row + 16 + 3 * dim)
+        step = tl.load(row + 17 + 3 * dim)
+        to = tl.load(row + 18 + 3 * dim)
+        index = left // step
+        left -= index * step
+        offset += index * to
+        is_here &= index < size
+    is_here &= left == 0
+    change = tl.load(bits + at, mask=is_here, other=0)
+    before = tl.load(live + offset, mask=is_here, other=0)
+    lanes = tl.zeros((BLOCK,), tl.int1) | is_added
+    now = tl.where(lanes, before + change, change).to(INTEGER)
+    tl.store(shadow + offset, now, mask=is_here)
+    tl.store(log + at, tl.where(is_here, offset, -1).to(tl.int32), mask=inside)
+    before64, now64 = before.to(tl.int64), now.to(tl.int64)
+    a, b = change_terms(place * WIDTH, before64, now64, WIDTH)
+    tl.atomic_add(sum_of, tl.sum(tl.where(is_here, a, 0), 0))
+    tl.atomic_add(sum_of + 1, tl.sum(tl.where(is_here, b, 0), 0))
+    magnitude = now64.to(tl.uint64, bitcast=True) << (65 - 8 * WIDTH)
+    bad = is_here & (limit != 0) & (magnitude >= (limit << (65 - 8 * WIDTH)))
+    bad |= is_here & (nan_byte >= 0) & ((now64 & 0xFF) == nan_byte)
+    tl.atomic_add(sum_of + 2, tl.sum(bad.to(tl.int64), 0))
+    tl.atomic_add(sum_of + 3, tl.sum(is_here.to(tl.int64), 0))
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows", "owners"])
+def _copy(rows, owners, INTEGER: tl.constexpr, BLOCK: tl.constexpr):
+    program = tl.program_id(0)
+    row = rows + tl.load(owners + program).to(tl.int64) * 5
+    log = tl.load(row).to(tl.pointer_type(tl.int32))
+    live = tl.load(row + 1).to(tl.pointer_type(INTEGER))
+    shadow = tl.load(row + 2).to(tl.pointer_type(INTEGER))
+    num = tl.load(row + 3)
+    block = program - tl.load(row + 4)
+    at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    offset = tl.load(log + at, mask=at < num, other=-1).to(tl.int64)
+    is_here = offset >= 0
+    value = tl.load(live + offset, mask=is_here, other=0)
+    tl.store(shadow + offset, value, mask=is_here)
+
+
+def write(
+    rows: torch.Tensor, owners: torch.Tensor, sums: torch.Tensor, width: int
+) -> None:
+    """Write changes of one element width into the shadow weights.
+
+    Args:
+        rows: int64 [groups, COLUMNS] on the GPU.
+        owners: the row of each program; int32.
+        sums: int64 [tensors, SUMS]; it is added to.
+        width: bytes of an element.
+
+    """
+    _write[(len(owners),)](
+        *(rows, owners, sums),
+        WIDTH=width,
+        INTEGER=INTEGERS[width],
+        BLOCK=BLOCK,
+        DIMS=DIMS,
+    )
+
+
+def copy(rows: torch.Tensor, owners: torch.Tensor, width: int) -> None:
+    """Copy logged elements of one width from the live to the shadow weights.
+
+    Args:
+        rows: int64 [groups, 5] on the GPU: addresses of the log, of the live and of the
+            shadow parameter, number of elements, and number of the first program.
+        owners: the row of each program; int32.
+        width: bytes of an element.
+
+    """
+    _copy[(len(owners),)](rows, owners, INTEGER=INTEGERS[width], BLOCK=BLOCK)
