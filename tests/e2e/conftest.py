@@ -30,6 +30,7 @@ from tests.support.engines.core_door import Door, said
 from tests.support.engines.probe import greedy
 from tests.support.engines.reference import Reference
 from tests.support.engines.script import OPTIONS
+from tests.support.models.quantised import quantise
 from tests.support.models.tiny import make_checkpoint
 
 pytestmark = pytest.mark.engine
@@ -41,13 +42,21 @@ MADE: dict[str, Path] = {}
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`checkpoint(seed, **shape)`: the folder of a tiny random model, made once."""
+    """`checkpoint(seed, kind, **shape)`: the folder of a tiny random model, made once.
+
+    It is quantised as `kind` says, or bf16.
+    """
     root = tmp_path_factory.mktemp("checkpoints")
 
-    def make(seed: int, **shape: Any) -> Path:
-        key = "-".join([str(seed), *(f"{k}={v}" for k, v in sorted(shape.items()))])
+    def make(seed: int, kind: str | None = None, **shape: Any) -> Path:
+        plain = "-".join([str(seed), *(f"{k}={v}" for k, v in sorted(shape.items()))])
+        key = plain if kind is None else f"{plain}-{kind}"
         if key not in MADE:
-            MADE[key] = make_checkpoint(root / key, seed, **shape)
+            MADE[key] = (
+                make_checkpoint(root / key, seed, **shape)
+                if kind is None
+                else quantise(make(seed, **shape), root / key, kind)
+            )
         return MADE[key]
 
     return make
@@ -176,9 +185,13 @@ def is_alive(llm: Any) -> bool:
 def stop(alive: list[Any]) -> None:
     """End the engines in `alive`: one at a time fits a process."""
     while alive:
-        if is_alive(alive[-1]):
-            oracle.check_served(alive[-1], MADE.values())
-        alive.pop().llm_engine.engine_core.shutdown()
+        llm = alive.pop()
+        try:
+            if is_alive(llm):
+                oracle.check_served(llm, MADE.values())
+        finally:  # what one serves fails one test, not all that start another
+            llm.llm_engine.engine_core.shutdown()
+        del llm
         gc.collect()
         if torch.cuda.is_available():  # what it had is not the next one's
             torch.cuda.empty_cache()

@@ -14,8 +14,9 @@ from vllm.config.weight_transfer import WeightTransferConfig
 import tests.support.engines.transport  # noqa: F401 (registers the transport "other")
 from tests.e2e.test_models import CONFIG
 from tests.support.engines.mixtures import mixed, part, said
+from tests.support.engines.oracle import differing
 from tests.support.engines.probe import commits_and_rollbacks, greedy, send
-from tests.support.models.quantised import FILE, quantise
+from tests.support.models.quantised import FILE
 from vllm.inflight import upstream
 from vllm.inflight.api.control.core_client import run_sync
 from vllm.inflight.api.control.methods import control_of
@@ -34,23 +35,10 @@ WIDE = pytest.mark.skipif(
 SCALE = "model.layers.1.mlp.down_proj.weight_scale"
 WEIGHT = "model.layers.1.mlp.down_proj.weight"
 
-Folder = Callable[[int, str | None], Path]
-
 
 @pytest.fixture(scope="module")
-def folder(checkpoint: Callable[..., Path]) -> Folder:
-    """`folder(seed, kind, **shape)`: a tiny checkpoint of that kind; None is bf16."""
-
-    def make(seed: int, kind: str | None, **shape: Any) -> Path:
-        plain = checkpoint(seed, **shape)
-        return plain if kind is None else quantise(plain, Path(f"{plain}-{kind}"), kind)
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def int8(folder: Folder) -> tuple[Path, Path]:
-    return folder(0, "int8"), folder(1, "int8")
+def int8(checkpoint: Callable[..., Path]) -> tuple[Path, Path]:
+    return checkpoint(0, "int8"), checkpoint(1, "int8")
 
 
 @pytest.fixture(scope="module")
@@ -80,11 +68,11 @@ def llm(start: Callable[..., Any], int8: tuple[Path, Path]) -> Any:
 )
 def test_quantised_weights_equal_a_fresh_engine_after_every_commit_and_rollback(
     start: Callable[..., Any],
-    folder: Folder,
+    checkpoint: Callable[..., Path],
     kind: str | None,
     options: dict[str, Any],
 ) -> None:
-    old, new = folder(0, kind), folder(1, kind)
+    old, new = checkpoint(0, kind), checkpoint(1, kind)
     fresh = greedy(start(new, **options))
     commits_and_rollbacks(start(old, **options), old, new, fresh)
 
@@ -101,42 +89,42 @@ def test_quantised_weights_equal_a_fresh_engine_after_every_commit_and_rollback(
 )
 def test_biases_beside_quantised_weights_are_updated_with_them(
     start: Callable[..., Any],
-    folder: Folder,
+    checkpoint: Callable[..., Path],
     kind: str | None,
     options: dict[str, Any],
 ) -> None:
-    old, new = (folder(seed, kind, family="qwen2") for seed in (0, 1))
+    old, new = (checkpoint(seed, kind, family="qwen2") for seed in (0, 1))
     fresh = greedy(start(new, **options))
     commits_and_rollbacks(start(old, **options), old, new, fresh)
 
 
 def test_scales_of_activations_and_kernels_that_were_not_tried_are_rejected_by_name(
     start: Callable[..., Any],
-    folder: Folder,
+    checkpoint: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    static = folder(0, "int8-static")
+    static = checkpoint(0, "int8-static")
     llm = start(static)
     layer = r"layer model\.layers\.0\.self_attn\.qkv_proj"
     with pytest.raises(StagingUnavailable, match=f"{layer} has scales of activations"):
         llm.update_weights_from_disk(str(static))
     pair = "CompressedTensorsW8A8Fp8", "ChannelWiseTorchFP8ScaledMMLinearKernel"
     monkeypatch.setitem(PROVED, "cpu", PROVED["cpu"] - {pair})
-    llm = start(folder(0, "fp8-channel"))
+    llm = start(checkpoint(0, "fp8-channel"))
     with pytest.raises(StagingUnavailable, match=f"{layer} quantises .* {pair[1]}"):
-        llm.update_weights_from_disk(str(folder(1, "fp8-channel")))
+        llm.update_weights_from_disk(str(checkpoint(1, "fp8-channel")))
     assert len(greedy(llm)) == 8
 
 
 def test_schemes_with_shared_scales_or_without_proof_are_rejected_on_several_ranks(
     start: Callable[..., Any],
-    folder: Folder,
+    checkpoint: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    layer = first_quantised(start(folder(0, None), **ONLINE))
+    layer = first_quantised(start(checkpoint(0, None), **ONLINE))
     assert quantized.quantized_obstacle(layer, "cpu", 1) is None
     assert "agree on their scales" in str(quantized.quantized_obstacle(layer, "cpu", 2))
-    layer = first_quantised(start(folder(0, "int8")))
+    layer = first_quantised(start(checkpoint(0, "int8")))
     assert quantized.quantized_obstacle(layer, "cpu", 2) is None
     monkeypatch.setitem(quantized.PROVED_ON_RANKS, "cpu", set())
     assert quantized.quantized_obstacle(layer, "cpu", 1) is None
@@ -259,6 +247,19 @@ def test_rows_of_a_quantised_layer_are_rejected_by_name(llm: Any, name: str) -> 
     full = f"model.layers.0.self_attn.{name}"
     with pytest.raises(Malformed, match=rf"{name}.*quantised layer.*checksums"):
         run_sync(control_of(llm).ask(ReadRows(full, 2)))
+
+
+def test_the_oracle_finds_a_weight_that_only_its_kernel_keeps(
+    llm: Any, int8: tuple[Path, Path], tmp_path: Path
+) -> None:
+    old, new = int8
+    llm.update_weights_from_disk(str(old), "old")
+    other = mixed(old, new, (WEIGHT,), tmp_path / "mixed")
+    assert differing(llm, old) == []
+    layer = f"0: {WEIGHT.removesuffix('.weight')}"
+    found = differing(llm, other)
+    assert layer in found
+    assert all(name.startswith(layer) for name in found)
 
 
 def test_packed_weights_that_both_sets_share_are_not_written_to(

@@ -9,7 +9,6 @@ import pytest
 
 from tests.support.engines.quantised_ranks import SCALE, WEIGHT
 from tests.support.engines.script import run_script
-from tests.support.models.quantised import quantise
 
 pytestmark = pytest.mark.engine
 
@@ -34,10 +33,7 @@ def seen(
 ) -> dict[str, Any]:
     """One run of the script, for all tests of a case."""
     kind, options = (CASES | SLOW)[request.param]
-    old, new = (
-        quantise(path, Path(f"{path}-{kind}"), kind)
-        for path in (checkpoint(0), checkpoint(1))
-    )
+    old, new = (checkpoint(seed, kind) for seed in (0, 1))
     told = run_script("quantised_ranks", old, new, json.dumps(options))
     return told | {"is staged": options == STAGES}
 

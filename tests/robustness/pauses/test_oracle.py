@@ -10,7 +10,7 @@ from tests.robustness.pauses import cells
 from tests.robustness.pauses.live import Stream
 from tests.robustness.pauses.rows import MODELS, QUICK
 from tests.robustness.pauses.scene import params_of, prompt_of
-from tests.robustness.pauses.subjects import FP8, NEW, OLD, Subject
+from tests.robustness.pauses.subjects import FP8, INT8, NEW, OLD, Subject
 from tests.support.engines.mixtures import mixed
 
 pytestmark = pytest.mark.engine
@@ -72,8 +72,9 @@ def test_the_oracle_finds_no_fault_in_correct_streams(
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_a_stamp_of_another_version_is_found(judged: Subject, mode: str) -> None:
     sent = streams(judged, judged.folders[NEW], mode)
-    # Of 33 tokens of another version, one passes for its own where fp8 is allowed for.
-    may_miss = 1 if judged.replay.noise == FP8 else 0
+    # One token of 33 of another version passes for its own where fp8 is allowed for,
+    # and one of 96 where int8 is. Which token is stamped wrong, the commit decides.
+    may_miss = 1 if judged.replay.noise in (FP8, INT8) else 0
     for shift in (-1, 1):
         stamped = deepcopy([stream.choices[0] for stream in sent])
         missed = []

@@ -2,8 +2,9 @@
 
 It knows nothing of second sets, plans and digests. A model is built anew and loaded by
 vLLM's own loader, on every rank, and every parameter that is served has to be what that
-model has, bit for bit. So a path that ends in other weights is found, whatever the
-reason and whatever was accepted.
+model has, bit for bit. A kernel may keep a quantised weight where no parameter shows
+it, so quantised layers also have to multiply alike. So a path that ends in other
+weights is found, whatever the reason and whatever was accepted.
 """
 
 from __future__ import annotations
@@ -18,14 +19,10 @@ import torch
 from safetensors.torch import load_file
 from vllm.config import CompilationMode, set_current_vllm_config
 from vllm.model_executor.model_loader import get_model_loader
-from vllm.model_executor.model_loader.utils import (
-    initialize_model,
-    process_weights_after_loading,
-)
-from vllm.utils.torch_utils import set_default_torch_dtype
 
 from vllm.inflight import ops
-from vllm.inflight.worker.model.layers import parameters
+from vllm.inflight.worker.model.layers import layers, parameters
+from vllm.inflight.worker.model.quantized import is_quantised
 from vllm.inflight.worker.verify import readback
 
 
@@ -70,7 +67,7 @@ def _digest(folder: Path) -> str:
 
 
 def differing(llm: Any, folder: Path | str) -> list[str]:
-    """`rank: parameter` of all that is not what a fresh load has."""
+    """`rank: name` of all that is not what a fresh load has."""
     try:
         found = llm.collective_rpc("tests_differing", args=(str(folder),))
     except (AttributeError, NotImplementedError):
@@ -88,16 +85,22 @@ class Oracle:
 
 
 def differing_on(worker: Any, folder: str) -> list[str]:
-    """The parameters of one rank that are not what a fresh load has."""
+    """The parameters and quantised layers of one rank that a fresh load has not."""
     live = worker.model_runner.get_model()
     fresh = _fresh(worker, folder)
-    layers = dict(fresh.named_modules())
+    counterparts = dict(fresh.named_modules())
     found = []
     with torch.no_grad():
         for name, layer, key, param in parameters(live):
             path, _, _ = name.rpartition(".")
-            expected = _content(layers[path], key)
+            expected = _content(counterparts[path], key)
             if not _is_same(readback.content(layer, key, param), expected):
+                found.append(name)
+        for name, layer in layers(live):
+            if is_quantised(layer) and not _is_same(
+                _product(layer, worker.device),
+                _product(counterparts[name], worker.device),
+            ):
                 found.append(name)
     return found
 
@@ -115,17 +118,11 @@ def _fresh(worker: Any, folder: str) -> torch.nn.Module:
     config.compilation_config.static_all_moe_layers = []
     # It is only read. Torch's compiler would keep it for as long as the process lives.
     config.compilation_config.mode = CompilationMode.NONE
+    # Upstream's loader alone: nothing of ours gives the model memory or changes it.
+    config.additional_config = {"inflight": {"staging": "off"}}
     loader = get_model_loader(config.load_config)
-    with (
-        set_current_vllm_config(config),
-        set_default_torch_dtype(config.model_config.dtype),
-        torch.no_grad(),
-    ):
-        with worker.device:
-            model = initialize_model(vllm_config=config)
-        loader.load_weights(model, config.model_config)
-        process_weights_after_loading(model, config.model_config, worker.device)
-    return model.eval()
+    with set_current_vllm_config(config), torch.no_grad():
+        return loader.load_model(config, config.model_config)
 
 
 def _content(layer: Any, key: str) -> torch.Tensor:
@@ -135,9 +132,19 @@ def _content(layer: Any, key: str) -> torch.Tensor:
     return readback.content(layer, key, param)
 
 
+def _product(layer: Any, device: torch.device) -> torch.Tensor:
+    """What a quantised layer makes of the unit matrix, by the kernel that decodes."""
+    width = getattr(layer, "input_size_per_partition", layer.input_size)
+    unit = torch.eye(width, dtype=layer.params_dtype, device=device)
+    product: torch.Tensor = layer.quant_method.apply(layer, unit)
+    return product
+
+
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
+    if one.is_meta or other.is_meta:
+        return False  # what has no content cannot be served
     bits: Sequence[torch.Tensor] = [
         tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)
     ]
