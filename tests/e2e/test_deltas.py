@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
 
+from tests.support.deltas import stepped
+from tests.support.engines.script import run_script
 from vllm.inflight import ops
 from vllm.inflight.delta import Encoder, Part
 from vllm.inflight.delta.parts import named
@@ -29,14 +31,9 @@ def tokens(llm: Any) -> list[int]:
 
 
 def step(weights: dict[str, torch.Tensor], seed: int, share: float = 0.02) -> None:
-    """Change a share of all elements by a few units in the last place, in place."""
-    random = torch.Generator().manual_seed(seed)
-    for tensor in weights.values():
-        flat = tensor.view(-1)
-        chosen = torch.rand(flat.shape, generator=random) < share
-        chosen &= flat.abs() > 1e-9  # as a neighbour of zero is no number of a model
-        by = torch.randint(-40, 41, flat.shape, generator=random, dtype=torch.int16)
-        flat.view(torch.int16)[chosen] += by[chosen]
+    """Change a share of all elements in place."""
+    for name, tensor in stepped(weights, seed, share).items():
+        weights[name].copy_(tensor)
 
 
 @pytest.fixture(scope="module")
@@ -215,3 +212,13 @@ def test_a_delta_from_another_version_is_rejected_at_once(sent, llm):
     with pytest.raises(BaseMismatch, match="0000") as rejected:
         sent.send(sent.pairs())
     assert rejected.value.served == llm.weight_info()["digest"]
+
+
+def test_two_ranks_serve_what_deltas_lead_to(old):
+    bind = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    seen = run_script("delta_ranks", old, env=bind)
+    wholes = seen["wholes"]
+    assert seen["deltas"] == [[True, *whole] for whole in wholes[:-1]]
+    assert seen["rolled back"] == wholes[-3]
+    assert seen["after that"] == [True, *wholes[-1]]
+    assert seen["scrubbed"] == "equal"

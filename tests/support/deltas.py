@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -97,3 +97,19 @@ def applied(
     for changes in decoded(parts, olds):
         delta.apply(changes, copies[changes.number].view(-1))
     return copies
+
+
+def stepped(
+    weights: Mapping[str, torch.Tensor], seed: int, share: float = 0.02
+) -> dict[str, torch.Tensor]:
+    """The weights after a step: a share of all elements moves by a few units in the
+    last place."""
+    random = torch.Generator().manual_seed(seed)
+    new = {name: tensor.clone() for name, tensor in weights.items()}
+    for tensor in new.values():
+        flat = tensor.view(-1)
+        chosen = torch.rand(flat.shape, generator=random) < share
+        chosen &= flat.abs() > 1e-9  # as a neighbour of zero is no number of a model
+        by = torch.randint(-40, 41, flat.shape, generator=random, dtype=torch.int16)
+        flat.view(torch.int16)[chosen] += by[chosen]
+    return new

@@ -154,6 +154,7 @@ def shadow_of(live: torch.nn.Module, second: torch.nn.Module) -> Any:
             second, dict(second.named_parameters()), StartCheckpoint({})
         ),
         is_alone=True,
+        is_cut_alike=False,
         num_threads=1,
         is_reversible=True,
         plan=(plan := Plan()),
@@ -247,7 +248,7 @@ class Sets:
         ShadowModel.prove(self.shadow, self.between)
         if manifest.base is None:
             ShadowModel.forget_changed(self.shadow)
-        intake = UpdateLoader(
+        intake = self.intake = UpdateLoader(
             self.shadow,
             manifest,
             verify=True,

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 State = Literal["", "open", "staging", "staged", "failed"]
 
-NOT_REPORTED = frozenset({"unfilled", "drift", "opened"})
+NOT_REPORTED = frozenset({"unfilled", "drift", "opened", "shares"})
 """Keys of a status that the engine core reads and no report contains."""
 
 STAGED_KEYS = frozenset({"digest", "drift"})
@@ -51,6 +51,9 @@ class Status:
     """Digest of the tensors that the rank was sent."""
     digest: str | None = None
     """Digest of the whole version that the rank has staged; None: not known."""
+    shares: list[int] | None = None
+    """Of a delta: what the rank's parts of cut tensors add to their digests, and what
+    the shares of all ranks have to add up to; see worker/delta/shares.py."""
     drift: dict[str, Any] | None = None
     """Distance from the live weights, see worker/verify/drift.py; None: not known."""
     unfilled: list[str] | None = None

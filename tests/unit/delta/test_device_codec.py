@@ -1,8 +1,5 @@
 """The kernels agree with the host; Triton's interpreter stands in for a GPU."""
 
-import os
-import subprocess
-import sys
 from array import array
 from random import Random
 
@@ -17,6 +14,7 @@ from tests.support.deltas import (
     scattered,
     with_changes,
 )
+from tests.support.triton_compiler import compile_for_gpu, succeeds
 from vllm.inflight import delta, ops
 from vllm.inflight.delta import reference
 from vllm.inflight.delta.encode import VALUES
@@ -197,22 +195,11 @@ def check_digests(pairs) -> None:
 
 @pytest.mark.seconds
 def test_a_device_encodes_decodes_and_digests_as_the_host_does():
-    run = subprocess.run(
-        [sys.executable, "-c", f"from {__name__} import check; check()"],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    succeeds(f"{__name__}:check")
 
 
 def compile_kernels() -> None:
     """Compile every kernel for a GPU that need not be there."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from vllm.inflight.delta import triton_kernels as codec
     from vllm.inflight.ops import triton_kernels as digests
 
@@ -236,19 +223,9 @@ def compile_kernels() -> None:
             [("WIDTH", 2), block],
         ),
     ):
-        signature = arguments | {name: "constexpr" for name, _ in constants}
-        source = ASTSource(fn=kernel, signature=signature, constexprs=dict(constants))
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
-        assert compiled.asm["ptx"]
+        compile_for_gpu(kernel, arguments, constants)
 
 
 @pytest.mark.seconds
 def test_every_kernel_compiles_for_a_gpu(tmp_path):
-    run = subprocess.run(
-        [sys.executable, "-c", f"from {__name__} import compile_kernels as c; c()"],
-        env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    succeeds(f"{__name__}:compile_kernels", tmp_path)

@@ -1,7 +1,8 @@
 """Deltas on shadow parameters in an arena: a GPU's code, on the host's memory."""
 
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,12 +14,14 @@ from tests.support.shadow_on_host import Sets, shows, version
 from vllm.inflight import ops
 from vllm.inflight.delta import Encoder
 from vllm.inflight.delta.parts import named
+from vllm.inflight.engine.update.ranks import agree
 from vllm.inflight.errors import (
     Cancelled,
     DeltaUnsupported,
     Malformed,
     WeightsMismatch,
 )
+from vllm.inflight.messages import Status
 from vllm.inflight.update import Manifest, TensorSpec
 from vllm.inflight.worker.memory.arena import Arena
 from vllm.inflight.worker.verify.drift import Sampler, drift
@@ -230,3 +233,76 @@ def test_an_announced_change_that_did_not_come_is_named(sets):
     _, parts = delta(version(1), new | {last: version(1)[last]}, "")
     with pytest.raises(WeightsMismatch, match=f"{last}: the manifest announces a chan"):
         sets.stage(parts.items(), manifest=manifest)
+
+
+class Rank:
+    """A model of which this rank has a half of each matrix, as two ranks load it."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __call__(self, empty: Any) -> torch.nn.Module:
+        rank = self.rank
+
+        class Half(torch.nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                make = torch.nn.Parameter
+                self.rows = make(empty((8, 16)), requires_grad=False)
+                self.columns = make(empty((16, 8)), requires_grad=False)
+                self.norm = make(empty((16,)), requires_grad=False)
+
+            def load_weights(self, weights) -> None:
+                for name, tensor in weights:
+                    param = getattr(self, name)
+                    load = getattr(param, "weight_loader", self.load)
+                    load(param, tensor)
+
+            @staticmethod
+            def load(param, tensor) -> None:
+                for dim in range(tensor.dim()):
+                    size = param.shape[dim]
+                    if size < tensor.shape[dim]:
+                        tensor = tensor.narrow(dim, rank * size, size)
+                param.data.copy_(tensor)
+
+        made = Half()
+        for param in made.parameters():
+            param.weight_loader = made.load
+        return made
+
+
+def halves(seed: int) -> Weights:
+    random = torch.Generator().manual_seed(seed)
+    shapes = {"rows": (16, 16), "columns": (16, 16), "norm": (16,)}
+    return {n: torch.randn(s, generator=random) for n, s in shapes.items()}
+
+
+def test_the_shares_of_two_ranks_prove_what_is_cut_over_them():
+    new = stepped(halves(2), 3, share=0.3)
+    statuses = []
+    with ExitStack() as open_arenas:
+        for rank in range(2):
+            arena = open_arenas.enter_context(Arena.open(torch.device("cpu"), 1 << 26))
+            sets = Sets(arena, kind=Rank(rank), first=halves(0))
+            sets.shadow.is_alone, sets.shadow.is_cut_alike = False, True
+            for seed in (1, 2):
+                sets.stage(halves(seed).items())
+                sets.stager.flip()
+            manifest, parts = delta(halves(2), new, sets.stager.served.digest())
+            sets.stage(parts.items(), manifest=manifest)
+            shares = sets.intake.shares
+            statuses.append(Status(sent="a", digest="b", shares=shares))
+            for name, dim in (("rows", 0), ("columns", 1)):
+                half = new[name].chunk(2, dim)[rank]
+                assert torch.equal(sets.second.get_parameter(name), half)
+            assert torch.equal(sets.second.norm, new["norm"])
+    assert agree(statuses) == "b"
+    first, second = statuses
+    for column in range(4):
+        wrong = list(second.shares)
+        wrong[column] ^= 1 << 40
+        error = agree([first, replace(second, shares=wrong)])
+        assert isinstance(error, WeightsMismatch)
+    assert isinstance(agree([first, replace(second, shares=None)]), WeightsMismatch)
+    assert isinstance(agree([first, first]), WeightsMismatch | DeltaUnsupported)

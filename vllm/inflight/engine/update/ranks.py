@@ -25,6 +25,7 @@ from vllm.inflight.errors import (
     CAUSES,
     Cause,
     ConfigError,
+    DeltaUnsupported,
     EngineFault,
     InflightError,
     StagingUnavailable,
@@ -410,6 +411,8 @@ def agree(statuses: list[Status]) -> InflightError | str | None:
             f"the ranks received different weights; their digests are {digests}",
             remedy=CAUSES[Cause.RANKS][1],
         )
+    if (error := _unproved(statuses)) is not None:
+        return error
     if unused := _unfilled(statuses):
         names = sorted(unused)
         return WeightsMismatch(
@@ -417,6 +420,38 @@ def agree(statuses: list[Status]) -> InflightError | str | None:
             named={Cause.UNUSED: names},
         )
     return statuses[0].digest
+
+
+def _unproved(statuses: list[Status]) -> InflightError | None:
+    """What is wrong with the shares of a delta; None if they add up.
+
+    Each rank has told its share and the sum of all: see worker/delta/shares.py.
+    """
+    told = [status.shares for status in statuses if status.shares is not None]
+    if not told:
+        return None
+    num = len(told[0]) // 2
+    expected = told[0][num:]
+    if len(told) < len(statuses) or any(each[num:] != expected for each in told):
+        return WeightsMismatch(
+            "the ranks received different deltas, or serve different versions",
+            remedy=CAUSES[Cause.RANKS][1],
+        )
+    sums = [sum(each[n] for each in told) % 2**64 for n in range(num)]
+    if sums[-1] != expected[-1]:
+        return DeltaUnsupported(
+            f"the delta changes {expected[-1]} elements of tensors that are cut over "
+            f"the ranks, and the ranks serve {sums[-1]} of them: some are served "
+            "twice, or nowhere"
+        )
+    if sums != expected:
+        return WeightsMismatch(
+            "with the changes of the delta, the digests of the tensors that are cut "
+            "over the ranks are not the announced ones: the changes were made for "
+            "other weights than are served, or some of them were lost",
+            remedy="Send the whole version.",
+        )
+    return None
 
 
 def _unfilled(statuses: list[Status]) -> set[str]:

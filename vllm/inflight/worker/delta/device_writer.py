@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from vllm.inflight import ops
-from vllm.inflight.delta import Changes
+from vllm.inflight.delta import Changes, Encoder, Part, decode
 from vllm.inflight.worker.delta.changed_elements import ChangedElements, Stretch
 from vllm.inflight.worker.delta.destinations import Destinations, widest_first
+from vllm.inflight.worker.replay_plan import Copied, Entry
 
 Params = Mapping[str, torch.Tensor]
 
@@ -93,6 +94,28 @@ class DeviceWriter:
         """For each tensor: both halves of what its digest changes by, elements that
         become NaN or Inf, and elements written."""
         return self._sums.tolist()
+
+
+def warm(device: torch.device, dtypes: set[torch.dtype]) -> None:
+    """Compile the kernels for these dtypes now, and not while decoding."""
+    for dtype in {each.itemsize: each for each in dtypes}.values():
+        old = torch.zeros(8, dtype=torch.uint8).repeat(dtype.itemsize)
+        old = old.view(ops.INTEGERS[dtype.itemsize])
+        new = old.clone()
+        new[3] = 1
+        encoder = Encoder()
+        (host,) = [*encoder.add(0, old, new), *encoder.finish()]
+        part = Part(host.table, host.data.to(device))
+        part.check([old.numel()], [dtype.itemsize])
+        params = {"": old.to(device)}, {"": new.to(device)}
+        view = 0, tuple(old.shape), tuple(old.stride())
+        copied = Copied("", view, view, new, is_exact=True)
+        entry = Entry(old.shape, old.dtype, [copied], is_proved=True)
+        places = Destinations.of(entry)
+        assert places is not None
+        writer = DeviceWriter(device, *params, 1)
+        copy_elements(writer.write(list(decode(part)), [places], [old.dtype]), *params)
+        writer.results()
 
 
 def copy_elements(changed: ChangedElements, live: Params, shadow: Params) -> None:

@@ -46,9 +46,10 @@ def _write(
     num = tl.load(row + 5)
     block = program - tl.load(row + 6)
     sum_of = sums + tl.load(row + 7) * 4
-    is_added = tl.load(row + 8) != 0
-    limit = tl.load(row + 9).to(tl.uint64, bitcast=True)
-    nan_byte = tl.load(row + 10)
+    # One for each lane, because masks are combined with them.
+    is_added = tl.load(row + 8) + tl.zeros((BLOCK,), tl.int64)
+    limit = tl.load(row + 9) + tl.zeros((BLOCK,), tl.int64)
+    nan_byte = tl.load(row + 10) + tl.zeros((BLOCK,), tl.int64)
     at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num
     place = tl.load(places + at, mask=inside, other=0)
@@ -67,16 +68,16 @@ def _write(
     is_here &= left == 0
     change = tl.load(bits + at, mask=is_here, other=0)
     before = tl.load(live + offset, mask=is_here, other=0)
-    lanes = tl.zeros((BLOCK,), tl.int1) | is_added
-    now = tl.where(lanes, before + change, change).to(INTEGER)
+    now = tl.where(is_added != 0, before + change, change).to(INTEGER)
     tl.store(shadow + offset, now, mask=is_here)
     tl.store(log + at, tl.where(is_here, offset, -1).to(tl.int32), mask=inside)
     before64, now64 = before.to(tl.int64), now.to(tl.int64)
     a, b = change_terms(place * WIDTH, before64, now64, WIDTH)
     tl.atomic_add(sum_of, tl.sum(tl.where(is_here, a, 0), 0))
     tl.atomic_add(sum_of + 1, tl.sum(tl.where(is_here, b, 0), 0))
-    magnitude = now64.to(tl.uint64, bitcast=True) << (65 - 8 * WIDTH)
-    bad = is_here & (limit != 0) & (magnitude >= (limit << (65 - 8 * WIDTH)))
+    # Without its sign, a number is no less than the smallest one that is not finite.
+    magnitude = now64 & ((1 << (8 * WIDTH - 1)) - 1)
+    bad = is_here & (limit != 0) & (magnitude >= limit)
     bad |= is_here & (nan_byte >= 0) & ((now64 & 0xFF) == nan_byte)
     tl.atomic_add(sum_of + 2, tl.sum(bad.to(tl.int64), 0))
     tl.atomic_add(sum_of + 3, tl.sum(is_here.to(tl.int64), 0))

@@ -31,10 +31,11 @@ from vllm.inflight.worker.delta.changed_elements import (
 from vllm.inflight.worker.delta.destinations import Destinations
 from vllm.inflight.worker.delta.device_writer import DeviceWriter
 from vllm.inflight.worker.delta.order import Order
+from vllm.inflight.worker.delta.shares import Term, share
 from vllm.inflight.worker.shadow.carry_over import copy_unsent
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.verify.content import Content, Facts
-from vllm.inflight.worker.verify.drift import Samples, sample_places
+from vllm.inflight.worker.verify.drift import Sampler, Samples, sample_places
 
 Problem = tuple[str, Cause, str]
 """A tensor, what is wrong with it, and the sentence that says so."""
@@ -80,7 +81,11 @@ class DeltaWriter:
         """What the digest of each tensor changes by."""
         self._num_bad = [0] * len(self._specs)
         """Elements of each tensor that become NaN or Inf."""
-        self._come: set[int] = set()
+        self._num_entries = [0] * len(self._specs)
+        """Changed elements that have come of each tensor."""
+        self._num_written = [0] * len(self._specs)
+        """Of these, the elements that this rank serves."""
+        self._num_tensors = 0
         """The tensors that changes have come for."""
         self._on_device: DeviceWriter | None = None
 
@@ -110,7 +115,7 @@ class DeltaWriter:
                 part = Part(part.table, part.data.to(self._shadow.device))
                 self._order.check(part)
                 self._write(list(decode(part)))
-                self._received(part.num_bytes, len(self._come))
+                self._received(part.num_bytes, self._num_tensors)
             del tensor  # a transport reuses memory that no tensor refers to
 
     def problems(self) -> list[Problem]:
@@ -122,17 +127,17 @@ class DeltaWriter:
         """
         self._parts.require_all()
         if self._on_device is not None:
-            for number, (a, b, bad, _) in enumerate(self._on_device.results()):
+            for number, (a, b, bad, num) in enumerate(self._on_device.results()):
                 self._sums[number] = ops.Digest(a % 2**64, b % 2**64)
-                self._num_bad[number] = bad
+                self._num_bad[number], self._num_written[number] = bad, num
         found: list[Problem] = []
         for number, spec in enumerate(self._specs):
             digest = self._digest(number)
             bad = 0 if self._allow_nonfinite else self._num_bad[number]
-            if number not in self._come:
+            if not self._num_entries[number]:
                 why = "the manifest announces a change of it, and none came"
                 found.append((spec.name, Cause.MISSING, why))
-            elif digest.hex() != spec.digest:
+            elif self._places[number].has_all and digest.hex() != spec.digest:
                 why = (
                     f"with these changes its digest is {digest.hex()}, announced was "
                     f"{spec.digest}: the changes were made for other weights than are "
@@ -144,6 +149,22 @@ class DeltaWriter:
                 found.append((spec.name, Cause.NOT_FINITE, why))
         return found
 
+    def shares(self) -> list[int] | None:
+        """This rank's share of the tensors that are cut over ranks, and the sum of all
+        shares; None if no tensor is cut. See shares.py."""
+        cut = [n for n, places in enumerate(self._places) if not places.has_all]
+        if not cut:
+            return None
+        own = ((self._specs[n].name, self._sums[n], self._num_written[n]) for n in cut)
+        return share(own) + share(map(self._expected, cut))
+
+    def _expected(self, number: int) -> Term:
+        spec = self._specs[number]
+        assert spec.digest is not None
+        before = ops.Digest(*self._served.facts[spec.name][2])
+        difference = ops.Digest.from_hex(spec.digest) - before
+        return spec.name, difference, self._num_entries[number]
+
     def _digest(self, number: int) -> ops.Digest:
         """The digest of a tensor with its changes."""
         facts = self._served.facts[self._specs[number].name]
@@ -152,8 +173,10 @@ class DeltaWriter:
     def content(self) -> Content:
         """The content of the changed tensors."""
         facts: dict[str, Facts] = {}
-        for number, spec in enumerate(self._specs):
-            digest = self._digest(number)
+        for spec in self._specs:
+            assert spec.digest is not None
+            # Of a tensor that is cut, the ranks prove it together: see shares.py.
+            digest = ops.Digest.from_hex(spec.digest)
             facts[spec.name] = spec.dtype, spec.shape, (digest.a, digest.b)
         return Content(facts, self._samples())
 
@@ -161,7 +184,8 @@ class DeltaWriter:
         facts = self._served.facts.get(spec.name)
         entry = self._shadow.plan.known(spec.name)
         found = Destinations.of(entry)
-        if facts is None or found is None or not found.has_all:
+        is_served = found is not None and (found.has_all or self._shadow.is_cut_alike)
+        if facts is None or found is None or not is_served:
             raise DeltaUnsupported(
                 f"{spec.name!r} is not served here as a copy of the checkpoint's "
                 "tensor, so a delta cannot change it element by element",
@@ -178,7 +202,9 @@ class DeltaWriter:
 
     def _write(self, changes: Sequence[Changes]) -> None:
         """Write the changes of one part."""
-        self._come.update(each.number for each in changes)
+        for each in changes:
+            self._num_tensors += not self._num_entries[each.number]
+            self._num_entries[each.number] += len(each.places)
         if self._on_device is not None:
             log = self._on_device.write(changes, self._places, self._dtypes)
             self._shadow.note_changed(log)
@@ -201,6 +227,7 @@ class DeltaWriter:
             offsets = found.offsets.to(torch.int32)
             self._shadow.note_changed(ChangedElements(offsets, (stretch,)))
             elements(self._new[found.param], bits.dtype)[found.offsets] = new
+            self._num_written[number] += len(new)
             self._sums[number] += ops.digest_of_changes(at, old, new, dtype.itemsize)
             if not self._allow_nonfinite:
                 (bad,) = ops.count_nonfinite([new.view(dtype)])
@@ -208,26 +235,28 @@ class DeltaWriter:
 
     def _samples(self) -> Samples:
         """Samples of the changed tensors, read from the shadow weights."""
-        places: dict[str, tuple[int, int]] = {}
-        names: dict[tuple[torch.dtype, int], list[str]] = {}
-        rows: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
-        device = self._shadow.device
+        shadow = self._shadow
+        sampler = Sampler(shadow.views, shadow.plan, shadow.device)
+        pairs: list[Pair] = []
         for number, spec in enumerate(self._specs):
-            dtype = self._dtypes[number]
-            at = sample_places(prod(spec.shape), device)
-            row = torch.empty(len(at), dtype=dtype, device=device)
-            for found in self._places[number].find(at):
-                values = elements(self._new[found.param], dtype)[found.offsets]
-                if found.chosen is None:
-                    row = values
-                else:
-                    row[found.chosen] = values
-            kind = dtype, len(at)
-            names.setdefault(kind, []).append(spec.name)
-            rows.setdefault(kind, []).append(row)
-        for block, alike in enumerate(names.values()):
-            places |= {name: (block, row) for row, name in enumerate(alike)}
-        return Samples([torch.stack(each) for each in rows.values()], places)
+            entry = shadow.plan.known(spec.name)
+            if entry is not None and entry.home is not None:
+                pairs.append((spec.name, entry.home.tensor))
+            elif self._places[number].has_all:
+                pairs.append((spec.name, self._sample(number)))
+            # Of a tensor that is cut, no rank has the whole sample.
+        sampler.add(pairs)
+        return sampler.samples()
+
+    def _sample(self, number: int) -> torch.Tensor:
+        """The sample of a tensor that lies in pieces."""
+        dtype, device = self._dtypes[number], self._shadow.device
+        at = sample_places(prod(self._specs[number].shape), device)
+        sample = torch.empty(len(at), dtype=dtype, device=device)
+        for found in self._places[number].find(at):
+            values = elements(self._new[found.param], dtype)[found.offsets]
+            sample[... if found.chosen is None else found.chosen] = values
+        return sample
 
 
 def bring_up(

@@ -27,6 +27,7 @@ from vllm.inflight.errors import ArenaTorn, ConfigError
 from vllm.inflight.tensor_names import Known
 from vllm.inflight.transport.buckets.reassembly import Destination
 from vllm.inflight.transport.host_threads import num_threads
+from vllm.inflight.worker.delta import device_writer
 from vllm.inflight.worker.delta.changed_elements import ChangedElements
 from vllm.inflight.worker.memory.arena import Arena
 from vllm.inflight.worker.memory.placement import placement_of
@@ -172,7 +173,9 @@ class ShadowModel:
     def _settle_in(self, vllm_config: upstream.VllmConfig) -> str | None:
         """Give the tree its memory on a GPU; returns the reason if there is none."""
         assert self.module is not None
-        gpu_digest.warm(self.device, {p.dtype for p in self.module.parameters()})
+        dtypes = {param.dtype for param in self.module.parameters()}
+        gpu_digest.warm(self.device, dtypes)
+        device_writer.warm(self.device, dtypes)
         for layer in self.module.modules():
             upstream.get_layerwise_info(layer).restore_device = self.device
         placements = [placement_of(tree) for tree in trees(self.live)]
@@ -270,6 +273,22 @@ class ShadowModel:
         maps_names = getattr(self.module, "hf_to_vllm_mapper", None) is not None
         maps_names |= getattr(self.module, "supports_multimodal", False)
         return maps_names or self._is_stage or self.has_drafter
+
+    @functools.cached_property
+    def is_cut_alike(self) -> bool:
+        """Whether every tensor is whole on each rank, or cut into a part for each.
+
+        Not with pipeline stages or experts that are shared out, and not where several
+        ranks have the same KV heads.
+        """
+        return not (
+            self.is_alone
+            or self._has_some
+            or any(
+                getattr(layer, "num_kv_head_replicas", 1) > 1
+                for layer in self.live.modules()
+            )
+        )
 
     @property
     def has_all(self) -> bool:

@@ -516,6 +516,11 @@ class UpdateLoader:
             return set(), None
         return self.coverage.asked(self._load, (spec.name, hollow))
 
+    @property
+    def shares(self) -> list[int] | None:
+        """Of a delta, see `DeltaWriter.shares`."""
+        return None if self._writer is None else self._writer.shares()
+
     def complete(self) -> None:
         """Load again the unchanged tensors of parameters that a delta has changed.
 

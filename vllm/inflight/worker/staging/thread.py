@@ -368,6 +368,7 @@ class StagingThread(Background):
             carried=carried,
             drift=self._stager.staged(whole),
             sent=digest,
+            shares=intake.shares,
             digest=whole_digest,
             unfilled=intake.unfilled,
             bytes=intake.num_bytes,

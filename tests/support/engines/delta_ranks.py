@@ -1,0 +1,69 @@
+"""Deltas into two tensor-parallel ranks, run as a script: prints what happened as JSON.
+
+Usage: python -m tests.support.engines.delta_ranks CHECKPOINT
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+
+from tests.support.deltas import stepped
+from tests.support.engines.probe import prompts
+from tests.support.engines.script import tell
+
+NUM_STEPS = 4
+
+
+def main(folder: str) -> None:
+    from vllm import LLM, SamplingParams
+    from vllm.config.weight_transfer import WeightTransferConfig
+
+    from vllm.inflight.trainer import Publisher
+
+    llm = LLM(
+        folder,
+        tensor_parallel_size=2,
+        max_model_len=512,
+        block_size=32,
+        max_num_seqs=8,
+        enforce_eager=True,
+        disable_log_stats=True,
+        weight_transfer_config=WeightTransferConfig(backend="local"),
+    )
+
+    def served() -> Any:
+        params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+        outputs = llm.generate(prompts(4), params, use_tqdm=False)
+        tokens = [list(output.outputs[0].token_ids) for output in outputs]
+        return llm.weight_info()["digest"], tokens
+
+    file = Path(folder) / "model.safetensors"
+    weights, seen = load_file(file), dict[str, Any]()
+    with Publisher(llm, lambda: weights) as to:
+        to.publish()
+        seen["deltas"] = []
+        for seed in range(NUM_STEPS):
+            weights = stepped(weights, seed)
+            seen["deltas"].append((to.publish().is_delta, *served()))
+        to.rollback()
+        seen["rolled back"] = served()
+        to.rollback()
+        weights = stepped(weights, NUM_STEPS)
+        seen["after that"] = (to.publish().is_delta, *served())
+    seen["scrubbed"] = llm.verify_weights()["result"]
+    weights, seen["wholes"] = load_file(file), []
+    with tempfile.TemporaryDirectory() as root:
+        for seed in range(NUM_STEPS + 1):
+            weights = stepped(weights, seed)
+            save_file(weights, Path(root) / "model.safetensors")
+            llm.update_weights_from_disk(str(Path(root) / "model.safetensors"))
+            seen["wholes"].append(served())
+    llm.llm_engine.engine_core.shutdown()
+    tell(seen)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,141 @@
+"""The kernels that write a delta agree with torch; Triton's interpreter runs them."""
+
+import pytest
+import torch
+
+from tests.support.deltas import random_bits, scattered, with_changes
+from tests.support.triton_compiler import compile_for_gpu, succeeds
+from vllm.inflight import ops
+from vllm.inflight.delta import Encoder, decode
+from vllm.inflight.worker.delta.changed_elements import elements
+from vllm.inflight.worker.delta.destinations import Destinations
+from vllm.inflight.worker.delta.device_writer import DeviceWriter, copy_elements, warm
+from vllm.inflight.worker.replay_plan import Copied, Entry, view_of
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+CPU = torch.device("cpu")
+NOTHING = torch.empty(0)
+
+
+def copied(tensor, param, part, view) -> Copied:
+    """The copy of a part of a tensor into a view of a parameter."""
+    return Copied(param, view_of(view), view_of(part), NOTHING, is_exact=True)
+
+
+def entry(tensor, *copies) -> Destinations:
+    made = Entry(tensor.shape, tensor.dtype, list(copies), is_proved=True)
+    return Destinations.of(made)
+
+
+def check() -> None:
+    """Runs where TRITON_INTERPRET was set before Triton was imported."""
+    bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
+    old = {
+        "fused": random_bits(bf16, 40 * 64).view(40, 64),
+        "turned": random_bits(bf16, 48 * 32).view(48, 32),
+        "cut": random_bits(bf16, 64 * 50).view(64, 50),
+        "norm": random_bits(torch.float32, 3001),
+        "scaled": random_bits(fp8, 5000),
+    }
+    live = {
+        "qkv": torch.zeros(100, 64, dtype=bf16),
+        "turned": torch.zeros(32, 48, dtype=bf16),
+        "cut": torch.zeros(64, 25, dtype=bf16),
+        "norm": torch.zeros(3001),
+        "scaled": torch.zeros(5000, dtype=torch.uint8).view(fp8),
+    }
+    views = {
+        "fused": ("qkv", old["fused"], live["qkv"][50:90]),
+        "turned": ("turned", old["turned"], live["turned"].t()),
+        "cut": ("cut", old["cut"][:, 25:], live["cut"]),  # a rank has half of it
+        "norm": ("norm", old["norm"], live["norm"]),
+        "scaled": ("scaled", old["scaled"], live["scaled"]),
+    }
+    for _, part, view in views.values():
+        view.copy_(part)
+    shadow = {name: param.clone() for name, param in live.items()}
+    new = {
+        name: with_changes(
+            tensor.reshape(-1), scattered(tensor.numel(), 0.2), most=90
+        ).view(tensor.shape)
+        for name, tensor in old.items()
+    }
+    new["norm"][7], new["scaled"].view(torch.uint8)[9] = torch.inf, 0x7F
+    encoder, parts = Encoder(), []
+    for number, name in enumerate(old):
+        parts += encoder.add(number, old[name], new[name])
+    (part,) = [*parts, *encoder.finish()]
+    part.check([t.numel() for t in old.values()], [t.itemsize for t in old.values()])
+    changes = list(decode(part))
+    places = [
+        entry(old[name], copied(old[name], param, part_of, view))
+        for name, (param, part_of, view) in views.items()
+    ]
+    writer = DeviceWriter(CPU, live, shadow, len(old))
+    log = writer.write(changes, places, [tensor.dtype for tensor in old.values()])
+    expected = {name: param.clone() for name, param in live.items()}
+    of_view = {
+        "qkv": lambda p: p[50:90],
+        "turned": lambda p: p.t(),
+    }
+    for name, (param, _, _) in views.items():
+        part_of = new[name][:, 25:] if name == "cut" else new[name]
+        of_view.get(param, lambda p: p)(expected[param]).copy_(part_of)
+    for name, param in expected.items():
+        bits = ops.INTEGERS[param.itemsize]
+        assert torch.equal(elements(shadow[name], bits), elements(param, bits)), name
+    for (name, tensor), (a, b, bad, num) in zip(
+        old.items(), writer.results(), strict=True
+    ):
+        difference = ops.Digest(a % 2**64, b % 2**64)
+        whole = [ops.digest([each])[0] for each in (tensor, new[name])]
+        bits = ops.INTEGERS[tensor.itemsize]
+        differ = tensor.view(bits) != new[name].view(bits)
+        if name == "cut":
+            whole = [
+                ops.digest_part(each[:, 25:], each.stride(), 25)
+                for each in (tensor, new[name])
+            ]
+            differ = differ[:, 25:]
+        assert whole[0] + difference == whole[1], name
+        assert num == int(differ.sum()), name
+        now = new[name][:, 25:] if name == "cut" else new[name]
+        is_bad = ~now.float().isfinite() & differ
+        assert bad == int(is_bad.sum()), (name, bad)
+    # After a flip the other set is brought up by the log.
+    copy_elements(log, shadow, live)
+    for name, param in expected.items():
+        bits = ops.INTEGERS[param.itemsize]
+        assert torch.equal(elements(live[name], bits), elements(param, bits)), name
+
+
+def compile_kernels() -> None:
+    """Compile both kernels for a GPU that need not be there."""
+    from vllm.inflight.worker.delta import triton_kernels as kernels
+
+    tables = {"rows": "*i64", "owners": "*i32"}
+    for width, integer in kernels.INTEGERS.items():
+        constants = [("INTEGER", integer), ("BLOCK", kernels.BLOCK)]
+        compile_for_gpu(kernels._copy, tables, constants)
+        constants += [("WIDTH", width), ("DIMS", kernels.DIMS)]
+        compile_for_gpu(kernels._write, tables | {"sums": "*i64"}, constants)
+
+
+def warmed() -> None:
+    warm(CPU, {torch.bfloat16, torch.float32, torch.float8_e4m3fn})
+
+
+@pytest.mark.seconds
+def test_kernels_are_compiled_by_writing_a_delta():
+    succeeds(f"{__name__}:warmed")
+
+
+@pytest.mark.seconds
+def test_kernels_write_what_torch_would():
+    succeeds(f"{__name__}:check")
+
+
+@pytest.mark.seconds
+def test_the_kernels_compile_for_a_gpu(tmp_path):
+    succeeds(f"{__name__}:compile_kernels", tmp_path)
