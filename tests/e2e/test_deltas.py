@@ -37,11 +37,6 @@ def step(weights: dict[str, torch.Tensor], seed: int, share: float = 0.02) -> No
 
 
 @pytest.fixture(scope="module")
-def old(checkpoint: Callable[..., Path]) -> Path:
-    return checkpoint(0)
-
-
-@pytest.fixture(scope="module")
 def llm(start: Callable[..., Any], old: Path) -> Any:
     return start(old, weight_transfer_config=WeightTransferConfig(backend="local"))
 
@@ -85,16 +80,36 @@ def test_a_chain_of_deltas_equals_whole_versions(llm, weights, tmp_path):
     assert chain == wholes
 
 
-def test_after_another_trainers_version_the_whole_one_is_sent(llm, weights, checkpoint):
+def test_after_another_trainers_version_the_whole_one_is_sent(llm, weights, new):
     with Publisher(llm, weights) as to:
         to.publish()
         step(weights, 1)
-        llm.update_weights_from_disk(str(checkpoint(1)), "another")
+        llm.update_weights_from_disk(str(new), "another")
         outcome = to.publish("mine")
         assert not outcome.is_delta
         assert outcome.digest == llm.weight_info()["digest"]
         step(weights, 2)
         assert to.publish().is_delta
+
+
+def test_a_delta_that_does_not_fit_what_is_served_is_followed_by_the_whole(
+    llm, weights, tmp_path
+):
+    with Publisher(llm, weights) as to:
+        to.publish()
+        # As if an element of what is served were another one than was published.
+        to._base.tensor("model.norm.weight").view(torch.int16)[3] += 5
+        step(weights, 1)
+        outcome = to.publish("whole")
+        assert not outcome.is_delta
+        found = outcome.digest, tokens(llm)
+        step(weights, 2)
+        assert to.publish().is_delta
+        step(weights, 3)
+        assert to.publish().is_delta
+    weights = load_file(Path(llm.model_config.model) / "model.safetensors")
+    step(weights, 1)
+    assert found == expected(llm, weights, tmp_path)
 
 
 def test_a_version_without_a_change_is_a_version(llm, weights):

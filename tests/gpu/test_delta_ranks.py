@@ -9,7 +9,6 @@ import torch
 from vllm.config.weight_transfer import WeightTransferConfig
 
 from tests.e2e.test_deltas import (  # noqa: F401 (tests, run here on two GPUs)
-    old,
     sent,
     test_a_chain_of_deltas_equals_whole_versions,
     test_a_flipped_bit_changes_nothing,
@@ -27,7 +26,11 @@ pytestmark = [
 ]
 
 
+SHAPE = {"hidden": 256}
+"""Each rank has a KV head of its own."""
+
+
 @pytest.fixture(scope="module")
-def llm(start: Callable[..., Any], old: Path) -> Any:  # noqa: F811 (the fixtures)
+def llm(start: Callable[..., Any], old: Path) -> Any:  # noqa: F811 (the fixture)
     transfer = WeightTransferConfig(backend="local")
     return start(old, weight_transfer_config=transfer, enforce_eager=False)

@@ -8,7 +8,6 @@ import pytest
 from vllm.config.weight_transfer import WeightTransferConfig
 
 from tests.e2e.test_deltas import (  # noqa: F401 (tests, run here on a GPU)
-    old,
     sent,
     test_a_chain_of_deltas_equals_whole_versions,
     test_a_delta_from_another_version_is_rejected_at_once,
@@ -26,6 +25,6 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
-def llm(start: Callable[..., Any], old: Path) -> Any:  # noqa: F811 (the fixture)
+def llm(start: Callable[..., Any], old: Path) -> Any:
     transfer = WeightTransferConfig(backend="local")
     return start(old, weight_transfer_config=transfer, enforce_eager=False)

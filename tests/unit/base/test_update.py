@@ -107,7 +107,11 @@ def test_a_dtype_may_carry_torchs_prefix():
         (manifest(subset=["w", 3]), "a pattern of a subset must be a string.*3"),
         (manifest(subset=[""]), "a pattern of a subset must be a string of 1 to 512"),
         (manifest(subset=["w" * 513]), "a pattern of a subset .* 1 to 512"),
-        (manifest(base="0" * 32), "'base' is not supported"),
+        (manifest(base="0" * 31), "'base' must be the digest"),
+        (manifest(base=7), "'base' must be the digest"),
+        (manifest(base="0" * 32, subset=["w"]), "either 'base' or 'subset'"),
+        (manifest(ENTRY, base="0" * 32), "a delta must announce the 'digest'"),
+        (manifest(base="0" * 32), "must name a tensor"),
         (manifest(draft=1), "'draft' must be true or false"),
     ],
 )

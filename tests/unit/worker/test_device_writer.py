@@ -1,5 +1,7 @@
 """The kernels that write a delta agree with torch; Triton's interpreter runs them."""
 
+import sys
+
 import pytest
 import torch
 
@@ -123,7 +125,34 @@ def compile_kernels() -> None:
 
 
 def warmed() -> None:
+    """Warming runs every kernel that a delta of these dtypes needs."""
+    from vllm.inflight.delta import device_decode
+    from vllm.inflight.worker.delta import triton_kernels as kernels
+
+    ran = []
+    for module, name in (
+        (device_decode, "_decode_gaps"),
+        (kernels, "write"),
+        (kernels, "copy"),
+    ):
+        real = getattr(module, name)
+
+        def run(*args, real=real, name=name):
+            ran.append(name)
+            return real(*args)
+
+        setattr(module, name, run)
+    # The package has a function of the module's name.
+    decoding = sys.modules["vllm.inflight.delta.decode"]
+    decode_native = decoding._decode_native
+
+    def on_device(part, data, slots, places, bits, num_threads):
+        device_decode.decode_blocks(part.blocks(), data, slots, places, bits)
+
+    decoding._decode_native = on_device
     warm(CPU, {torch.bfloat16, torch.float32, torch.float8_e4m3fn})
+    decoding._decode_native = decode_native
+    assert sorted(ran) == sorted(["_decode_gaps", "write", "copy"] * 3)
 
 
 @pytest.mark.seconds

@@ -15,7 +15,7 @@ from vllm.inflight.delta.decode import Changes, apply, decode
 from vllm.inflight.delta.encode import Encoder
 from vllm.inflight.delta.part import Part
 from vllm.inflight.trainer.published import PublishedVersion
-from vllm.inflight.trainer.snapshot import Snapshot
+from vllm.inflight.trainer.snapshot import NUM_DIGEST_THREADS, Snapshot
 from vllm.inflight.trainer.sources.stream import Pair
 from vllm.inflight.update import Manifest, TensorSpec
 
@@ -47,10 +47,6 @@ class Delta:
     def manifest(self, step: int | None) -> Manifest:
         """The manifest of the delta."""
         return Manifest(self.changed, step=step, base=self.base_digest)
-
-    def whole_manifest(self, step: int | None) -> Manifest:
-        """The manifest of the version that the delta leads to."""
-        return self.base.manifest(self.changed, step=step)
 
     def whole(self, names: Iterable[str] | None = None) -> Iterator[Pair]:
         """The tensors that the delta leads to; by default all of the version."""
@@ -128,13 +124,18 @@ class DeltaSearch:
         here = tensor.detach().cpu().contiguous().resolve_neg()
         self._names.append(name)
         self._note(self._encoder.add(len(self._names) - 1, base, here))
-        if not self._encoder.has_changed:
+        if self._encoder.has_changed:
+            # Of the tensor itself, and not worked out from the base: an error in the
+            # base would stay unseen, because digests add up.
+            (digest,) = ops.digest([here], num_threads=NUM_DIGEST_THREADS)
+            self._announce(name, digest.hex())
+        else:
             self._names.pop()
         self._num_compared += base.nbytes
         return self._num_compared < LOOKED_AT_BYTES or not self._is_dear()
 
     def _note(self, parts: Iterable[Part]) -> None:
-        """Keep these parts, and work out the digests of the tensors they change."""
+        """Keep these parts, and the changes in them."""
         delta = self._delta
         for part in parts:
             delta.parts.append(part)
@@ -142,19 +143,13 @@ class DeltaSearch:
             part.check(*self._sizes())
             for changes in decode(part):
                 name = self._names[changes.number]
-                base = delta.base.tensor(name)
-                assert base is not None
-                before = delta.changed.get(name, delta.base.specs[name])
-                assert before.digest is not None
-                old = base.view(-1).view(changes.bits.dtype)[changes.places]
-                difference = ops.digest_of_changes(
-                    changes.places, old, changes.new_bits(old), base.element_size()
-                )
-                digest = ops.Digest.from_hex(before.digest) + difference
-                delta.changed[name] = TensorSpec(
-                    name, before.shape, before.dtype, digest.hex()
-                )
                 delta.changes.setdefault(name, []).append(changes)
+
+    def _announce(self, name: str, digest: str | None) -> None:
+        """The delta changes a tensor, which has this digest afterwards."""
+        spec = self._delta.base.specs[name]
+        changed = TensorSpec(name, spec.shape, spec.dtype, digest)
+        self._delta.changed[name] = changed
 
     def _sizes(self) -> tuple[list[int], list[int]]:
         """Elements of each tensor named so far, and bytes of an element."""
@@ -179,6 +174,7 @@ class DeltaSearch:
         assert tensor is not None
         first = tensor.view(-1)[:1]
         place = torch.zeros(1, dtype=torch.int64)
+        self._announce(name, self._delta.base.specs[name].digest)
         self._note(self._encoder.add_places(0, place, first, first))
         self._note(self._encoder.finish())
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,24 +33,13 @@ class PublishedVersion:
     def __init__(self, snapshot: Snapshot, manifest: Manifest) -> None:
         self.specs = dict(manifest.tensors)
         """Name → shape, dtype and digest."""
-        self.digest = self.digest_with({})
+        self.digest = _version_digest(self.specs)
         """Of the version."""
         self._tensors = _tensors(snapshot.mapped(), *snapshot.header())
 
     def tensor(self, name: str) -> torch.Tensor | None:
         """The tensor of that name, in the file; None if the version has none."""
         return self._tensors.get(name)
-
-    def manifest(self, changed: Mapping[str, TensorSpec], **facts: Any) -> Manifest:
-        """The manifest of the whole version with these tensors in place of its own."""
-        return replace(Manifest({**self.specs, **changed}), **facts)
-
-    def digest_with(self, changed: Mapping[str, TensorSpec]) -> str:
-        """The digest of the version with these tensors in place of its own."""
-        return ops.manifest_digest(
-            (spec.name, spec.dtype, spec.shape, _digest(spec))
-            for spec in {**self.specs, **changed}.values()
-        )
 
     def advance(
         self, changes: Mapping[str, list[Changes]], specs: Mapping[str, TensorSpec]
@@ -62,7 +50,13 @@ class PublishedVersion:
             for some in each:
                 apply(some, flat)
         self.specs |= specs
-        self.digest = self.digest_with({})
+        self.digest = _version_digest(self.specs)
+
+
+def _version_digest(specs: Mapping[str, TensorSpec]) -> str:
+    return ops.manifest_digest(
+        (spec.name, spec.dtype, spec.shape, _digest(spec)) for spec in specs.values()
+    )
 
 
 def _digest(spec: TensorSpec) -> ops.Digest:

@@ -551,6 +551,16 @@ class Publisher:
             return job.skipped()
         job.retry_budget.begin()
         began = time.monotonic()
+        try:
+            return self._served(job, began)
+        except (BaseMismatch, DeltaUnsupported, WeightsMismatch) as error:
+            if job.delta is None:
+                raise
+            self._go_whole(job, job.delta, error)
+            return self._served(job, began)
+
+    def _served(self, job: QueuedPublish, began: float) -> Outcome:
+        """Have the engines stage and commit what a job holds."""
         delivery = self._stage(job)
         if delivery is None:
             return job.skipped()
@@ -601,11 +611,7 @@ class Publisher:
         """The delivery, staged on every engine; None if it gave way."""
         retry_budget = job.retry_budget
         if job.delta is not None:
-            try:
-                return self._stage_as(job, job.delta.manifest(job.step))
-            except (BaseMismatch, DeltaUnsupported, WeightsMismatch) as error:
-                self._go_whole(job, job.delta, error)
-                return self._stage_as(job, job.manifest)
+            return self._stage_as(job, job.delta.manifest(job.step))
         if self._naming is not None and not job.is_named:
             job.mapped |= self._naming.find(job.snapshot.specs, retry_budget)
             job.snapshot.rename(job.mapped)
@@ -623,7 +629,7 @@ class Publisher:
         logger.log(level, "the whole version is sent in place of a delta: %s", error)
         job.snapshot.remove()
         job.snapshot = Snapshot.pack(delta.whole(), self._directory)
-        job.manifest, job.delta = delta.whole_manifest(job.step), None
+        job.delta, job.is_named = None, True
 
     def _may_follow(self, job: QueuedPublish) -> bool:
         """Whether a delta may follow this publish: it has all tensors, digested."""

@@ -99,10 +99,10 @@ class DeviceWriter:
 def warm(device: torch.device, dtypes: set[torch.dtype]) -> None:
     """Compile the kernels for these dtypes now, and not while decoding."""
     for dtype in {each.itemsize: each for each in dtypes}.values():
-        old = torch.zeros(8, dtype=torch.uint8).repeat(dtype.itemsize)
-        old = old.view(ops.INTEGERS[dtype.itemsize])
+        # Changes that are far apart, which are coded as gaps.
+        old = torch.zeros(4096, dtype=ops.INTEGERS[dtype.itemsize])
         new = old.clone()
-        new[3] = 1
+        new[3::512] = 1
         encoder = Encoder()
         (host,) = [*encoder.add(0, old, new), *encoder.finish()]
         part = Part(host.table, host.data.to(device))

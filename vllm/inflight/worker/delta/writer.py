@@ -97,6 +97,13 @@ class DeltaWriter:
 
         """
         self._places = [self._find(spec) for spec in self._specs]
+        for name in {param for each in self._places for param in each.params}:
+            if self._new[name].device != self._live[name].device:
+                raise DeltaUnsupported(
+                    "the shadow weights are in host memory, where no delta is applied",
+                    remedy="Send whole versions, or start with another "
+                    "--inflight-staging.",
+                )
         bring_up(self._shadow, self._live, self._new, self._between)
         if self._shadow.device.type == "cuda":
             self._on_device = DeviceWriter(

@@ -124,7 +124,7 @@ class UpdateLoader:
         """What makes whole tensors of a delta; None before its first chunk."""
         self._writer: DeltaWriter | None = None
         """What writes a delta element by element; None before its first chunk."""
-        self._keeps = verify and not shadow.plan.is_replayed
+        self._keeps = bool(verify and manifest.tensors) and not shadow.plan.is_replayed
         self._kept: dict[str, torch.Tensor] = {}
         """The accepted tensors, on the CPU build, for a later delta."""
         self.unfilled: list[str] = []
