@@ -9,10 +9,10 @@ from tests.support.deltas import random_bits, scattered, with_changes
 from tests.support.triton_compiler import compile_for_gpu, succeeds
 from vllm.inflight import ops
 from vllm.inflight.delta import Encoder, decode
-from vllm.inflight.worker.delta.changed_elements import elements
 from vllm.inflight.worker.delta.destinations import Destinations
 from vllm.inflight.worker.delta.device_writer import DeviceWriter, copy_elements, warm
 from vllm.inflight.worker.replay_plan import Copied, Entry, view_of
+from vllm.inflight.worker.shadow.changed_elements import elements
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

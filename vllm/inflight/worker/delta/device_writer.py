@@ -8,9 +8,9 @@ import torch
 
 from vllm.inflight import ops
 from vllm.inflight.delta import Changes, Encoder, Part, decode
-from vllm.inflight.worker.delta.changed_elements import ChangedElements, Stretch
 from vllm.inflight.worker.delta.destinations import Destinations, widest_first
 from vllm.inflight.worker.replay_plan import Copied, Entry
+from vllm.inflight.worker.shadow.changed_elements import ChangedElements, Stretch
 
 Params = Mapping[str, torch.Tensor]
 
@@ -100,7 +100,7 @@ def warm(device: torch.device, dtypes: set[torch.dtype]) -> None:
     """Compile the kernels for these dtypes now, and not while decoding."""
     for dtype in {each.itemsize: each for each in dtypes}.values():
         # Changes that are far apart, which are coded as gaps.
-        old = torch.zeros(4096, dtype=ops.INTEGERS[dtype.itemsize])
+        old = torch.zeros(4096, dtype=ops.INTEGERS[dtype.itemsize], device="cpu")
         new = old.clone()
         new[3::512] = 1
         encoder = Encoder()

@@ -23,16 +23,16 @@ from vllm.inflight.delta import Changes, Part, decode
 from vllm.inflight.delta.parts import ArrivingParts, Pair
 from vllm.inflight.errors import Cause, DeltaUnsupported, Malformed
 from vllm.inflight.update import TensorSpec
-from vllm.inflight.worker.delta.changed_elements import (
+from vllm.inflight.worker.delta.destinations import Destinations
+from vllm.inflight.worker.delta.device_writer import DeviceWriter, copy_elements
+from vllm.inflight.worker.delta.order import Order
+from vllm.inflight.worker.delta.shares import Term, share
+from vllm.inflight.worker.shadow.carry_over import copy_unsent
+from vllm.inflight.worker.shadow.changed_elements import (
     ChangedElements,
     Stretch,
     elements,
 )
-from vllm.inflight.worker.delta.destinations import Destinations
-from vllm.inflight.worker.delta.device_writer import DeviceWriter
-from vllm.inflight.worker.delta.order import Order
-from vllm.inflight.worker.delta.shares import Term, share
-from vllm.inflight.worker.shadow.carry_over import copy_unsent
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.verify.content import Content, Facts
 from vllm.inflight.worker.verify.drift import Sampler, Samples, sample_places
@@ -287,6 +287,8 @@ def bring_up(
         copy_unsent(shadow, set(), between)
         num_bytes = 0
         for log in logs:
-            num_bytes += log.copy(live, new)
+            copy = copy_elements if log.offsets.is_cuda else ChangedElements.copy
+            copy(log, live, new)
+            num_bytes += log.num_bytes
             between(num_bytes)
     shadow.changed.clear()

@@ -27,8 +27,6 @@ from vllm.inflight.errors import ArenaTorn, ConfigError
 from vllm.inflight.tensor_names import Known
 from vllm.inflight.transport.buckets.reassembly import Destination
 from vllm.inflight.transport.host_threads import num_threads
-from vllm.inflight.worker.delta import device_writer
-from vllm.inflight.worker.delta.changed_elements import ChangedElements
 from vllm.inflight.worker.memory.arena import Arena
 from vllm.inflight.worker.memory.placement import placement_of
 from vllm.inflight.worker.model import layerwise_reload, mla, moe, quantized, support
@@ -44,6 +42,7 @@ from vllm.inflight.worker.replay_check import ReplayCheck
 from vllm.inflight.worker.replay_plan import Plan
 from vllm.inflight.worker.shadow import parameters
 from vllm.inflight.worker.shadow.build import build_second
+from vllm.inflight.worker.shadow.changed_elements import ChangedElements
 from vllm.inflight.worker.verify import gpu_digest
 from vllm.inflight.worker.verify.ignored_tensors import IgnoredTensors
 from vllm.inflight.worker.verify.parameter_map import ParameterMap
@@ -173,9 +172,7 @@ class ShadowModel:
     def _settle_in(self, vllm_config: upstream.VllmConfig) -> str | None:
         """Give the tree its memory on a GPU; returns the reason if there is none."""
         assert self.module is not None
-        dtypes = {param.dtype for param in self.module.parameters()}
-        gpu_digest.warm(self.device, dtypes)
-        device_writer.warm(self.device, dtypes)
+        gpu_digest.warm(self.device, {p.dtype for p in self.module.parameters()})
         for layer in self.module.modules():
             upstream.get_layerwise_info(layer).restore_device = self.device
         placements = [placement_of(tree) for tree in trees(self.live)]

@@ -29,6 +29,7 @@ from vllm.inflight.transport.sglang.checkpoint_engine import CheckpointEngine
 from vllm.inflight.transport.torch_groups.receiver_engine import GroupsEngine
 from vllm.inflight.transport.waiting import never
 from vllm.inflight.worker.catalogue import catalogue
+from vllm.inflight.worker.delta import device_writer
 from vllm.inflight.worker.integrity.scrub import (
     Digests,
     Layout,
@@ -157,6 +158,7 @@ class StagingWorker:
             parallel = self.worker.vllm_config.parallel_config
             is_cut = parallel.tensor_parallel_size > 1
             self._catalogue = catalogue(self.shadow, is_cut=is_cut)
+            self._warm()
         return {
             "rank": self.rank,
             "reason": self.shadow.reason,
@@ -165,6 +167,13 @@ class StagingWorker:
             "has_drafter": self.shadow.has_drafter,
             "has_mtp": getattr(self.shadow.live, "is_mtp", False),
         }
+
+    def _warm(self) -> None:
+        """Compile the kernels for deltas, before there is anything to decode."""
+        module, device = self.shadow.module, self.worker.device
+        if device.type == "cuda" and module is not None:
+            with self.staging_stream():
+                device_writer.warm(device, {p.dtype for p in module.parameters()})
 
     def command(self, serial: int, command: messages.Command) -> None:
         """Enqueue one command of update `serial`; the outcome is posted."""

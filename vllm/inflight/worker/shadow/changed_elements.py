@@ -45,22 +45,21 @@ class ChangedElements:
         kept = tuple(s for s in self.stretches if s.param not in params)
         return replace(self, stretches=kept)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of these elements, in all ranks' parts."""
+        return sum((end - first) * width for _, first, end, width in self.stretches)
+
     def copy(
         self, live: Mapping[str, torch.Tensor], shadow: Mapping[str, torch.Tensor]
-    ) -> int:
-        """Copy the elements from live to shadow parameters; returns their bytes."""
-        if self.offsets.is_cuda:
-            from vllm.inflight.worker.delta.device_writer import copy_elements
-
-            copy_elements(self, live, shadow)
-        else:
-            for param, first, end, width in self.stretches:
-                dtype = ops.INTEGERS[width]
-                offsets = self.offsets[first:end]
-                offsets = offsets[offsets >= 0].to(torch.int64)
-                source = elements(live[param], dtype)[offsets]
-                elements(shadow[param], dtype)[offsets] = source
-        return sum((end - first) * width for _, first, end, width in self.stretches)
+    ) -> None:
+        """Copy the elements from live to shadow parameters, one by one with torch."""
+        for param, first, end, width in self.stretches:
+            dtype = ops.INTEGERS[width]
+            offsets = self.offsets[first:end]
+            offsets = offsets[offsets >= 0].to(torch.int64)
+            source = elements(live[param], dtype)[offsets]
+            elements(shadow[param], dtype)[offsets] = source
 
 
 def elements(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
