@@ -27,6 +27,7 @@ from vllm.inflight.worker.delta.destinations import Destinations
 from vllm.inflight.worker.delta.device_writer import DeviceWriter, copy_elements
 from vllm.inflight.worker.delta.order import Order
 from vllm.inflight.worker.delta.shares import Term, share
+from vllm.inflight.worker.model.layers import parameters
 from vllm.inflight.worker.shadow.carry_over import copy_unsent
 from vllm.inflight.worker.shadow.changed_elements import (
     ChangedElements,
@@ -72,7 +73,7 @@ class DeltaWriter:
         self._between = between
         self._parts = ArrivingParts()
         self._order = Order(self._specs)
-        self._live = dict(shadow.live.named_parameters())
+        self._live = {name: param for name, *_, param in parameters(shadow.live)}
         self._new = dict(shadow.module.named_parameters())
         self._places: list[Destinations] = []
         """Of each tensor that the delta changes."""
@@ -240,8 +241,13 @@ class DeltaWriter:
                 (bad,) = ops.count_nonfinite([new.view(dtype)])
                 self._num_bad[number] += bad
 
-    def _samples(self) -> Samples:
-        """Samples of the changed tensors, read from the shadow weights."""
+    def _samples(self) -> Samples | None:
+        """Samples of the changed tensors, read from the shadow weights.
+
+        None if one of them is cut over ranks: then no rank has its whole sample.
+        """
+        if not all(places.has_all for places in self._places):
+            return None
         shadow = self._shadow
         sampler = Sampler(shadow.views, shadow.plan, shadow.device)
         pairs: list[Pair] = []
@@ -249,9 +255,8 @@ class DeltaWriter:
             entry = shadow.plan.known(spec.name)
             if entry is not None and entry.home is not None:
                 pairs.append((spec.name, entry.home.tensor))
-            elif self._places[number].has_all:
+            else:
                 pairs.append((spec.name, self._sample(number)))
-            # Of a tensor that is cut, no rank has the whole sample.
         sampler.add(pairs)
         return sampler.samples()
 

@@ -30,8 +30,9 @@ class Content:
     """The content of one version, or of the part that one update brings."""
 
     facts: Mapping[str, Facts]
-    samples: Samples
-    """Used for the drift between versions; see drift.py."""
+    samples: Samples | None
+    """Used for the drift between versions; see drift.py. None after a delta of tensors
+    that are cut over ranks, of which no rank has the whole sample."""
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """The tensors themselves, on the CPU build, for deltas to start from. There the
     served weights are packed, so that no element has a place of its own."""
@@ -46,7 +47,8 @@ class Content:
             return self
         facts = {n: of for n, of in self.facts.items() if not n.startswith(DRAFT)}
         tensors = {n: tensor for n, tensor in self.tensors.items() if n in facts}
-        return Content(facts, self.samples.only(facts.__contains__), tensors)
+        samples = self.samples and self.samples.only(facts.__contains__)
+        return Content(facts, samples, tensors)
 
     def over(
         self,
@@ -68,8 +70,9 @@ class Content:
             return None
         if any(name not in base.facts and not is_spare(name) for name in self.facts):
             return None
+        samples = None
+        if self.samples is not None and base.samples is not None:
+            samples = self.samples.over(base.samples)
         return Content(
-            {**base.facts, **self.facts},
-            self.samples.over(base.samples),
-            {**base.tensors, **self.tensors},
+            {**base.facts, **self.facts}, samples, {**base.tensors, **self.tensors}
         )

@@ -154,14 +154,14 @@ def sample_places(numel: int, device: torch.device) -> torch.Tensor:
     return (first[:, None] + torch.arange(RUN, device=device)).view(-1)
 
 
-def drift(old: Samples | None, new: Samples) -> dict[str, object] | None:
-    """`{"overall", "layers"}`, ratios; None without an old version to compare with.
+def drift(old: Samples | None, new: Samples | None) -> dict[str, object] | None:
+    """`{"overall", "layers"}`, ratios; None unless both versions have samples.
 
     A layer is what the names of its tensors have in common up to an index. A tensor
     without an index counts by its own name. Tensors that only one of the versions has
     are left out.
     """
-    if old is None:
+    if old is None or new is None:
         return None
     # Few and large calls leave the interpreter to other threads.
     alike: dict[tuple[int, int], list[tuple[str, int, int]]] = {}
