@@ -18,6 +18,7 @@ from vllm.inflight.delta.parts import named
 from vllm.inflight.errors import BaseMismatch, InflightError, Malformed, WeightsMismatch
 from vllm.inflight.trainer import Publisher
 from vllm.inflight.update import Manifest, TensorSpec
+from vllm.inflight.worker.delta.whole_tensors import DeltaTensors
 
 pytestmark = pytest.mark.engine
 
@@ -112,6 +113,33 @@ def test_a_delta_that_does_not_fit_what_is_served_is_followed_by_the_whole(
     assert found == expected(llm, weights, tmp_path)
 
 
+def test_a_fault_of_an_engine_is_followed_by_the_whole(llm, weights, monkeypatch):
+    def broken(*_):
+        raise MemoryError("no room for a delta")
+
+    with Publisher(llm, weights) as to:
+        to.publish()
+        step(weights, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(DeltaTensors, "tensors", broken)
+            outcome = to.publish()
+        assert not outcome.is_delta
+        step(weights, 2)
+        assert to.publish().is_delta
+
+
+def test_a_tensor_without_content_is_named_at_any_publish(llm, weights):
+    source = dict(weights)
+    with Publisher(llm, lambda: source) as to:
+        to.publish()
+        name = "model.norm.weight"
+        source[name] = source[name].to("meta")
+        with pytest.raises(Malformed, match="meta"):
+            to.publish()
+        source[name] = weights[name]
+        to.publish()
+
+
 def test_a_version_without_a_change_is_a_version(llm, weights):
     with Publisher(llm, weights) as to:
         whole = to.publish("a")
@@ -166,12 +194,13 @@ class Sent:
     def pairs(self) -> dict[str, torch.Tensor]:
         return dict(named(self.parts))
 
-    def send(self, pairs: dict[str, torch.Tensor]) -> None:
+    def send(self, *chunks: dict[str, torch.Tensor]) -> None:
         file = self.folder / "delta.safetensors"
-        save_file(pairs, file)
         update_id = self.llm.start_weight_update(manifest=self.manifest)["update_id"]
         try:
-            self.llm.update_weights({"path": str(file)}, update_id=update_id)
+            for pairs in chunks:
+                save_file(pairs, file)
+                self.llm.update_weights({"path": str(file)}, update_id=update_id)
             self.llm.finish_weight_update(update_id=update_id)
         except BaseException:
             self.llm.abort_weight_update(update_id=update_id)
@@ -195,7 +224,9 @@ def sent(llm, weights, tmp_path) -> Iterator[Sent]:
     yield sent
     assert (served(llm), tokens(llm)) == before
     good = Sent(llm, weights, tmp_path)
-    good.send(good.pairs())
+    pairs = list(good.pairs().items())
+    # Each part in a chunk of its own; a tensor may go on in the next one.
+    good.send(*(dict(pairs[n : n + 2]) for n in range(0, len(pairs), 2)))
     assert llm.weight_info()["digest"] != before[0][1]
 
 

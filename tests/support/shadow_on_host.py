@@ -166,7 +166,9 @@ def shadow_of(live: torch.nn.Module, second: torch.nn.Module) -> Any:
         tables={},
         views={},
     )
+    made.nbytes = 4 * 16 * sum(p.nbytes for p in second.parameters())
     made.note_changed = partial(ShadowModel.note_changed, made)
+    made.forget_changed = partial(ShadowModel.forget_changed, made)
     return made
 
 
@@ -264,7 +266,8 @@ class Sets:
             intake.complete()
             sent = intake.verdict()
             with torch.no_grad():
-                carried = copy_unsent(self.shadow, intake.coverage.begun, self.between)
+                written = intake.coverage.begun | intake.written
+                carried = copy_unsent(self.shadow, written, self.between)
         finally:
             intake.coverage.unwatch()
         is_partial = manifest.is_partial

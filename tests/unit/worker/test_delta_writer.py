@@ -220,6 +220,25 @@ def test_deltas_go_under_the_layers_of_adapters():
             old = new
 
 
+def test_a_log_that_grows_too_long_is_given_up(sets):
+    old = version(1)
+    sets.shadow.nbytes = 16 * 400  # of 4 bytes, 100 elements
+    for seed in range(3):
+        new = stepped(old, seed, share=0.5)
+        staged(sets, old, new)
+        assert not sets.shadow.changed
+        assert sets.shadow.stale == dict(sets.second.named_parameters()).keys()
+        assert shows(sets.second, new)
+        sets.stager.flip()
+        old = new
+
+
+def test_a_part_that_changes_too_many_elements_is_rejected(sets, monkeypatch):
+    monkeypatch.setattr("vllm.inflight.worker.delta.order.MOST_ENTRIES", 9)
+    with pytest.raises(Malformed, match="at most 9 are decoded at once"):
+        staged(sets, version(1), stepped(version(1), 5))
+
+
 def test_a_tensor_that_is_no_copy_is_named(sets):
     manifest, parts = delta(version(1), stepped(version(1), 5), "")
     sets.shadow.plan.reject(["attention.k"])

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm.inflight.worker.delta.destinations import follow, nests
-from vllm.inflight.worker.replay_plan import view_of
+from vllm.inflight.worker.delta.destinations import Destinations, follow, nests
+from vllm.inflight.worker.replay_plan import Copied, Entry, view_of
 
 
 @settings(max_examples=300, deadline=None)
@@ -34,3 +34,12 @@ def test_a_part_that_repeats_elements_does_not_nest():
     assert not nests((0, (2, 3), (0, 1)))
     assert not nests((0, (4, 3), (2, 1)))
     assert nests((5, (4, 3), (1, 4)))
+
+
+def test_a_view_that_the_log_cannot_count_is_no_place_for_deltas():
+    tensor = torch.empty(0, dtype=torch.bfloat16)
+    part = 0, (4, 4), (4, 1)
+    for first, is_known in (((1 << 31) - 17, True), ((1 << 31) - 16, False)):
+        copied = Copied("w", (first, (4, 4), (4, 1)), part, tensor, is_exact=True)
+        entry = Entry(torch.Size((4, 4)), torch.bfloat16, [copied], is_proved=True)
+        assert (Destinations.of(entry) is not None) is is_known

@@ -15,13 +15,17 @@ from vllm.inflight.delta.decode import Changes, apply, decode
 from vllm.inflight.delta.encode import Encoder
 from vllm.inflight.delta.part import Part
 from vllm.inflight.trainer.published import PublishedVersion
-from vllm.inflight.trainer.snapshot import NUM_DIGEST_THREADS, Snapshot
+from vllm.inflight.trainer.snapshot import (
+    NUM_DIGEST_THREADS,
+    Snapshot,
+    check_tensor,
+)
 from vllm.inflight.trainer.sources.stream import Pair
 from vllm.inflight.update import Manifest, TensorSpec
 
 POLICIES = ("auto", "off", "always")
 
-WHOLE_FROM = 0.5
+WHOLE_FROM = 0.25
 """Share of a version's bytes from which the policy `auto` sends the version whole."""
 
 LOOKED_AT_BYTES = 16 << 20
@@ -40,7 +44,8 @@ class Delta:
     parts: list[Part] = field(default_factory=list)
     changed: dict[str, TensorSpec] = field(default_factory=dict)
     """The changed tensors, in the order of their numbers, as they are afterwards."""
-    changes: dict[str, list[Changes]] = field(default_factory=dict)
+    _decoded: tuple[int, list[Changes]] = (-1, [])
+    """The number of the part that was decoded last, and its changes."""
     is_applied: bool = False
     """Whether `base` has become the version that the delta leads to."""
 
@@ -53,16 +58,28 @@ class Delta:
         for name in self.base.specs if names is None else names:
             tensor = self.base.tensor(name)
             assert tensor is not None
-            if name in self.changes:
+            if name in self.changed:
                 tensor = tensor.clone()
-                for some in self.changes[name]:
-                    apply(some, tensor.view(-1))
+                for changes in self._changes_of(name):
+                    apply(changes, tensor.view(-1))
             yield name, tensor
+
+    def _changes_of(self, name: str) -> Iterator[Changes]:
+        """The changes of one tensor. Decoded when they are needed, since that takes
+        many times the bytes of the parts."""
+        number = list(self.changed).index(name)
+        for at, part in enumerate(self.parts):
+            if any(block.number == number for block in part.blocks()):
+                if self._decoded[0] != at:
+                    self._decoded = at, list(decode(part))
+                yield from (c for c in self._decoded[1] if c.number == number)
 
     def commit(self) -> PublishedVersion:
         """The base, brought to the version that the delta leads to."""
         self.is_applied = True
-        self.base.advance(self.changes, self.changed)
+        names = list(self.changed)
+        changes = ((names[c.number], c) for part in self.parts for c in decode(part))
+        self.base.advance(changes, self.changed)
         return self.base
 
 
@@ -102,7 +119,8 @@ class DeltaSearch:
         taken: dict[str, None] = {}
         incoming = iter(pairs)
         for name, tensor in incoming:
-            if name in taken or not self._add(name, tensor):
+            check_tensor(name, tensor, taken)
+            if not self._add(name, tensor):
                 # What was compared so far is made again from the base.
                 before = self._before(taken)
                 return Snapshot.pack(
@@ -135,15 +153,11 @@ class DeltaSearch:
         return self._num_compared < LOOKED_AT_BYTES or not self._is_dear()
 
     def _note(self, parts: Iterable[Part]) -> None:
-        """Keep these parts, and the changes in them."""
-        delta = self._delta
+        """Keep these parts."""
         for part in parts:
-            delta.parts.append(part)
+            self._delta.parts.append(part)
             self._num_bytes += part.num_bytes
             part.check(*self._sizes())
-            for changes in decode(part):
-                name = self._names[changes.number]
-                delta.changes.setdefault(name, []).append(changes)
 
     def _announce(self, name: str, digest: str | None) -> None:
         """The delta changes a tensor, which has this digest afterwards."""

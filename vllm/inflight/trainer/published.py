@@ -8,7 +8,7 @@ committed is applied to them.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -42,13 +42,11 @@ class PublishedVersion:
         return self._tensors.get(name)
 
     def advance(
-        self, changes: Mapping[str, list[Changes]], specs: Mapping[str, TensorSpec]
+        self, changes: Iterable[tuple[str, Changes]], specs: Mapping[str, TensorSpec]
     ) -> None:
         """Apply the changes of a delta; `specs` are the changed tensors afterwards."""
-        for name, each in changes.items():
-            flat = self._tensors[name].view(-1)
-            for some in each:
-                apply(some, flat)
+        for name, some in changes:
+            apply(some, self._tensors[name].view(-1))
         self.specs |= specs
         self.digest = _version_digest(self.specs)
 

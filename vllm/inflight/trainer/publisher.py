@@ -28,8 +28,10 @@ from vllm.inflight.errors import (
     Cancelled,
     ConfigError,
     DeltaUnsupported,
+    EngineFault,
     EngineUnreachable,
     InflightError,
+    Malformed,
     TooManyUpdates,
     UpdateBusy,
     WeightsMismatch,
@@ -55,6 +57,18 @@ SHORT_S = 1.0
 """A server that does not answer in less than this may be well, and busy."""
 
 logger = logging.getLogger(__name__)
+
+OF_A_DELTA = (
+    BaseMismatch,
+    DeltaUnsupported,
+    EngineFault,
+    Malformed,
+    WeightsMismatch,
+)
+"""Errors after which the whole version is sent in place of a delta."""
+
+MOST_UNSUPPORTED = 3
+"""After so many deltas that an engine could not apply, none is tried any more."""
 
 BLOCKS = "would block the event loop that the engine answers on; use "
 
@@ -134,6 +148,7 @@ class Publisher:
         self._directory = None if directory is None else Path(directory)
         self._digests = digests
         self._delta = delta if digests else "off"
+        self._num_unsupported = 0
         self._base: PublishedVersion | None = None
         """The last version that every engine has committed, if a delta may start from
         it. A publish takes it, and puts it back."""
@@ -553,7 +568,7 @@ class Publisher:
         began = time.monotonic()
         try:
             return self._served(job, began)
-        except (BaseMismatch, DeltaUnsupported, WeightsMismatch) as error:
+        except OF_A_DELTA as error:
             if job.delta is None:
                 raise
             self._go_whole(job, job.delta, error)
@@ -576,6 +591,7 @@ class Publisher:
         replies = delivery.commit(mode=job.mode)
         self._committed = time.monotonic()
         if job.delta is not None:
+            self._num_unsupported = 0
             base = job.delta.commit()
         # Where an engine digests other tensors than were sent, no delta has its base.
         if base is not None and base.digest == replies[0]["digest"]:
@@ -623,10 +639,12 @@ class Publisher:
 
     def _go_whole(self, job: QueuedPublish, delta: Delta, error: InflightError) -> None:
         """Have a publish send the whole version, after an engine rejected its delta."""
-        level = logging.INFO
-        if isinstance(error, DeltaUnsupported):
-            self._delta, level = "off", logging.WARNING
+        level = logging.INFO if isinstance(error, BaseMismatch) else logging.WARNING
         logger.log(level, "the whole version is sent in place of a delta: %s", error)
+        self._num_unsupported += isinstance(error, DeltaUnsupported)
+        if self._num_unsupported >= MOST_UNSUPPORTED:
+            self._delta = "off"
+            logger.warning("whole versions are sent from now on")
         job.snapshot.remove()
         job.snapshot = Snapshot.pack(delta.whole(), self._directory)
         job.delta, job.is_named = None, True

@@ -19,7 +19,7 @@ import tempfile
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -115,7 +115,8 @@ class Snapshot:
                 raise OSError(
                     errno.ENOSPC,
                     f"{folder} is too small for a snapshot of the weights; enlarge it "
-                    "(docker run --shm-size) or publish with wire='disk'",
+                    "(docker run --shm-size), publish with wire='disk', or with "
+                    "delta='off', which keeps no version between publishes",
                 ) from error
             raise
         return cls(file, owner, num_bytes)
@@ -192,7 +193,10 @@ class Snapshot:
 
     def mapped(self) -> mmap.mmap:
         """The file in memory; what is written there is in the file."""
-        return mmap.mmap(self._owner.fileno(), 0)
+        memory = mmap.mmap(self._owner.fileno(), 0)
+        # A child that was forked would keep the memory, or change it.
+        memory.madvise(mmap.MADV_DONTFORK)
+        return memory
 
     def remove(self) -> None:
         """Remove the file. An engine that has opened it can read on."""
@@ -274,7 +278,7 @@ def write_tensors(file: IO[bytes], pairs: Iterable[Pair]) -> int:
     names: set[str] = set()
     file.seek(HEADER_BYTES)
     for name, tensor in pairs:
-        _check(name, tensor, names)
+        check_tensor(name, tensor, names)
         names.add(name)
         if tensor.nbytes % ALIGNMENT:
             odd.append((name, tensor.clone()))  # the source may reuse its memory
@@ -296,7 +300,8 @@ def _write_header(file: IO[bytes], header: Mapping[str, Any], room: int) -> None
     _write_all(file, memoryview(struct.pack("<Q", size - 8) + text.ljust(size - 8)))
 
 
-def _check(name: str, tensor: torch.Tensor, names: set[str]) -> None:
+def check_tensor(name: str, tensor: torch.Tensor, names: Container[str]) -> None:
+    """Raise `Malformed` if a tensor has no plain content, or a name of `names`."""
     if name in names:
         raise Malformed(f"two tensors of the source are called {name!r}")
     if tensor.layout is not torch.strided or tensor.is_meta:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm.inflight.worker.replay_plan import Copied, Entry, View, are_apart
+from vllm.inflight.worker.replay_plan import Copied, Entry, View, are_apart, span
 
 MOST_DIMS = 4
 """Most dimensions of a part that are longer than one, as kernels follow them."""
@@ -137,6 +137,8 @@ def nests(part: View) -> bool:
 def _is_plain(copied: Copied) -> bool:
     _, shape, _ = copied.part
     is_short = sum(size > 1 for size in shape) <= MOST_DIMS
+    # The log of changed elements has 32 bits for each offset.
+    is_short &= copied.view[0] + span(copied.view) < 1 << 31
     return copied.is_exact and is_short and nests(copied.part)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -19,7 +19,7 @@ NEVER = 1 << 62
 
 
 class DeviceWriter:
-    """Writes the changes of a delta, a part at a time, without waiting for the GPU.
+    """Writes the changes of a delta, a part at a time.
 
     Args:
         device: of the parameters.
@@ -43,13 +43,15 @@ class DeviceWriter:
         changes: Sequence[Changes],
         places: Sequence[Destinations],
         dtypes: Sequence[torch.dtype],
-    ) -> ChangedElements:
-        """Write these changes into the shadow parameters; returns their log.
+        note: Callable[[ChangedElements], None],
+    ) -> None:
+        """Write these changes into the shadow parameters.
 
         Args:
             changes: of one part.
             places: where the elements of each tensor of the delta are served.
             dtypes: of each tensor.
+            note: called with the log of the elements, before the first is written.
 
         """
         from vllm.inflight.worker.delta import triton_kernels as kernels
@@ -57,7 +59,7 @@ class DeviceWriter:
         counts = [
             len(each.places) for each in changes for _ in places[each.number].copies
         ]
-        log = torch.empty(sum(counts), dtype=torch.int32, device=self._device)
+        log = torch.full((sum(counts),), -1, dtype=torch.int32, device=self._device)
         rows: dict[int, list[list[int]]] = {}
         stretches: list[Stretch] = []
         first = 0
@@ -84,11 +86,11 @@ class DeviceWriter:
                 )
                 stretches.append(Stretch(param, first, first + num, width))
                 first += num
+        note(ChangedElements(log, tuple(stretches)))
         for width, table in rows.items():
             owners = _owners(table, 5, 6, self._device)
             on_device = _table(table, self._device)
             kernels.write(on_device, owners, self._sums, width)
-        return ChangedElements(log, tuple(stretches))
 
     def results(self) -> list[list[int]]:
         """For each tensor: both halves of what its digest changes by, elements that
@@ -114,7 +116,9 @@ def warm(device: torch.device, dtypes: set[torch.dtype]) -> None:
         places = Destinations.of(entry)
         assert places is not None
         writer = DeviceWriter(device, *params, 1)
-        copy_elements(writer.write(list(decode(part)), [places], [old.dtype]), *params)
+        logs: list[ChangedElements] = []
+        writer.write(list(decode(part)), [places], [old.dtype], logs.append)
+        copy_elements(logs[0], *params)
         writer.results()
 
 

@@ -11,6 +11,9 @@ from vllm.inflight.delta import Part
 from vllm.inflight.errors import Malformed
 from vllm.inflight.update import TensorSpec
 
+MOST_ENTRIES = 1 << 26
+"""Most changed elements of a part: decoding takes 12 bytes and more for each."""
+
 
 class Order:
     """Checks the parts of a delta: no element comes twice, and all in order.
@@ -39,6 +42,12 @@ class Order:
         blocks = part.blocks()
         if not blocks:
             return
+        num = sum(block.num_entries for block in blocks)
+        if num > MOST_ENTRIES:
+            raise Malformed(
+                f"a part of the delta changes {num} elements; at most {MOST_ENTRIES} "
+                "are decoded at once, so send smaller parts"
+            )
         first, last = blocks[0], blocks[-1]
         if (first.number, first.first) < self._end:
             number, element = self._end

@@ -55,6 +55,8 @@ class DeltaTensors:
     def tensors(self, pairs: Iterable[Pair]) -> Iterator[Pair]:
         """The changed tensors, whole, from the parts of one chunk.
 
+        The last one may go on in the next chunk; `rest` has it at the end.
+
         Raises:
             Malformed: a part is invalid, or the parts are not in order.
             DeltaUnsupported: there is no copy of a tensor to apply changes to.
@@ -72,11 +74,11 @@ class DeltaTensors:
                     assert self._tensor is not None
                     apply(changes, self._tensor.view(-1))
             del tensor  # a transport reuses memory that no tensor refers to
-        yield from self._finished()
 
-    def require_all(self) -> None:
-        """Raise `Malformed` if a part has not arrived."""
+    def rest(self) -> Iterator[Pair]:
+        """The last tensor; raises `Malformed` if a part has not arrived."""
         self._parts.require_all()
+        yield from self._finished()
 
     def _begin(self, spec: TensorSpec) -> None:
         found = self._base(spec.name)

@@ -98,7 +98,7 @@ class DeltaWriter:
 
         """
         self._places = [self._find(spec) for spec in self._specs]
-        for name in {param for each in self._places for param in each.params}:
+        for name in self.params:
             if self._new[name].device != self._live[name].device:
                 raise DeltaUnsupported(
                     "the shadow weights are in host memory, where no delta is applied",
@@ -157,6 +157,11 @@ class DeltaWriter:
                 found.append((spec.name, Cause.NOT_FINITE, why))
         return found
 
+    @property
+    def params(self) -> set[str]:
+        """The parameters that the delta writes."""
+        return {param for places in self._places for param in places.params}
+
     def shares(self) -> list[int] | None:
         """This rank's share of the tensors that are cut over ranks, and the sum of all
         shares; None if no tensor is cut. See shares.py."""
@@ -214,8 +219,9 @@ class DeltaWriter:
             self._num_tensors += not self._num_entries[each.number]
             self._num_entries[each.number] += len(each.places)
         if self._on_device is not None:
-            log = self._on_device.write(changes, self._places, self._dtypes)
-            self._shadow.note_changed(log)
+            self._on_device.write(
+                changes, self._places, self._dtypes, self._shadow.note_changed
+            )
             return
         for each in changes:
             self._write_on_host(each)

@@ -49,6 +49,9 @@ from vllm.inflight.worker.verify.parameter_map import ParameterMap
 from vllm.inflight.worker.verify.start_checkpoint import StartCheckpoint
 from vllm.inflight.worker.worker_state import WorkerState
 
+LOG_SHARE = 16
+"""The log of changed elements takes at most this part of the weights' bytes."""
+
 logger = upstream.init_logger(__name__)
 
 
@@ -353,9 +356,14 @@ class ShadowModel:
         check.run()
 
     def note_changed(self, log: ChangedElements) -> None:
-        """These elements may differ from the live weights from now on."""
+        """These elements may differ from the live weights from now on.
+
+        A log that grows too long is given up: then the parameters are copied.
+        """
         if (log := log.without(self.stale)).stretches:
             self.changed.append(log)
+        if sum(each.offsets.nbytes for each in self.changed) > self.nbytes // LOG_SHARE:
+            self.forget_changed()
 
     def forget_changed(self) -> None:
         """Count parameters with changed elements as stale as a whole."""

@@ -517,6 +517,11 @@ class UpdateLoader:
         return self.coverage.asked(self._load, (spec.name, hollow))
 
     @property
+    def written(self) -> set[str]:
+        """Parameters that a delta has written element by element."""
+        return set() if self._writer is None else self._writer.params
+
+    @property
     def shares(self) -> list[int] | None:
         """Of a delta, see `DeltaWriter.shares`."""
         return None if self._writer is None else self._writer.shares()
@@ -530,7 +535,7 @@ class UpdateLoader:
         """
         if self._delta is None:
             return
-        self._delta.require_all()
+        self._load_all(self._delta.rest())
         assert self._served is not None
         facts, tensors = self._served.facts, self._served.tensors
         plan, places = self._shadow.plan, self._shadow.places

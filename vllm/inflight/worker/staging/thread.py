@@ -349,7 +349,7 @@ class StagingThread(Background):
         require_same_numbers(shadow.live, shadow.module, begun & shadow.quantised)
         retie(shadow, begun)
         try:
-            carried = copy_unsent(shadow, begun, self._between)
+            carried = copy_unsent(shadow, begun | intake.written, self._between)
             derive(shadow.module, self._worker.model_config.dtype)
         finally:
             # The next update may write to the same places from another stream.
