@@ -321,9 +321,13 @@ class ShadowModel:
                 parameters.mirror_processed(
                     self.live, self.module, parameters.make_copy
                 )
+                # Before 0.32, the scales of a KV cache that is not quantised are set at
+                # start alone.
+                kept = set(filter(quantized.has_cache_scales, self.module.modules()))
                 with torch.no_grad(), quantized.put_aside(self.module):
-                    for param in self.module.parameters():
-                        param.zero_()
+                    for layer in set(self.module.modules()) - kept:
+                        for param in layer.parameters(recurse=False):
+                            param.zero_()
                     # The head and the embedding are both zero here. Upstream would find
                     # them equal, and tie them.
                     config = copy.copy(self.model_config)
