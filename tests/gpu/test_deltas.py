@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm.config.weight_transfer import WeightTransferConfig
 
 from tests.e2e.test_deltas import (  # noqa: F401 (tests, run here on a GPU)
@@ -21,7 +22,10 @@ from tests.e2e.test_deltas import (  # noqa: F401 (tests, run here on a GPU)
     weights,
 )
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -582,7 +582,10 @@ class Publisher:
         base: PublishedVersion | None = None
         try:
             if self._may_follow(job):
-                base = PublishedVersion(job.snapshot, job.manifest)
+                try:
+                    base = PublishedVersion(job.snapshot, job.manifest)
+                except OSError as error:  # not every file system can map a file
+                    logger.warning("the next version is sent whole: %s", error)
             job.snapshot.remove()
         except BaseException:
             delivery.undo()  # else the update would stay open on the engines

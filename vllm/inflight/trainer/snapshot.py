@@ -195,7 +195,8 @@ class Snapshot:
         """The file in memory; what is written there is in the file."""
         memory = mmap.mmap(self._owner.fileno(), 0)
         # A child that was forked would keep the memory, or change it.
-        memory.madvise(mmap.MADV_DONTFORK)
+        if hasattr(mmap, "MADV_DONTFORK"):  # on Linux
+            memory.madvise(mmap.MADV_DONTFORK)
         return memory
 
     def remove(self) -> None:

@@ -124,7 +124,9 @@ class UpdateLoader:
         """What makes whole tensors of a delta; None before its first chunk."""
         self._writer: DeltaWriter | None = None
         """What writes a delta element by element; None before its first chunk."""
-        self._keeps = bool(verify and manifest.tensors) and not shadow.plan.is_replayed
+        # A plan on a GPU may be given up, and is not replayed any more then, either.
+        is_packed = shadow.device.type == "cpu" and not shadow.plan.is_replayed
+        self._keeps = is_packed and verify and bool(manifest.tensors)
         self._kept: dict[str, torch.Tensor] = {}
         """The accepted tensors, on the CPU build, for a later delta."""
         self.unfilled: list[str] = []

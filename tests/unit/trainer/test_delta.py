@@ -1,0 +1,106 @@
+"""The delta of one publish, and the version that it starts from."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.deltas import integers, random_bits
+from vllm.inflight.trainer.delta import Delta, DeltaSearch
+from vllm.inflight.trainer.published import PublishedVersion
+from vllm.inflight.trainer.snapshot import DTYPES, Snapshot
+
+Weights = dict[str, torch.Tensor]
+SIZES = (1, 7, 4096, 70_001)
+
+
+def weights(seed: int = 0) -> Weights:
+    """Tensors of every dtype and of odd sizes, a scalar and an empty one among them."""
+    made = {
+        f"{str(dtype).removeprefix('torch.')}.{size}": random_bits(dtype, size, seed)
+        for dtype in DTYPES
+        for size in SIZES
+    }
+    made["scalar"] = random_bits(torch.float32, 1, seed).view(())
+    made["matrix"] = random_bits(torch.bfloat16, 48 * 32, seed).view(48, 32)
+    made["empty"] = torch.zeros(0, 4)
+    return made
+
+
+def published(tensors: Weights) -> PublishedVersion:
+    snapshot = Snapshot.pack(tensors.items())
+    base = PublishedVersion(snapshot, snapshot.manifest())
+    snapshot.remove()  # the memory stays
+    return base
+
+
+def same(found: Iterator[tuple[str, torch.Tensor]] | Any, expected: Weights) -> bool:
+    named = dict(found)
+    return named.keys() == expected.keys() and all(
+        named[n].shape == t.shape and torch.equal(integers(named[n]), integers(t))
+        for n, t in expected.items()
+    )
+
+
+def moved(tensors: Weights, names: list[str]) -> Weights:
+    """The weights with one element of these tensors changed."""
+    new = {name: tensor.clone() for name, tensor in tensors.items()}
+    for name in names:
+        integers(new[name]).view(-1)[-1] ^= 1
+    return new
+
+
+@pytest.fixture(params=["all tensors", "one", "none"])
+def step(request: pytest.FixtureRequest) -> tuple[Weights, Weights]:
+    old = weights()
+    names = [name for name, tensor in old.items() if tensor.numel()]
+    chosen = {"all tensors": names, "one": ["matrix"], "none": []}[request.param]
+    return old, moved(old, chosen)
+
+
+def test_a_delta_leads_from_one_version_to_the_next(step):
+    old, new = step
+    base = published(old)
+    assert same(((name, base.tensor(name)) for name in old), old)
+    found = DeltaSearch(base, "always").run(new.items(), None)
+    assert isinstance(found, Delta)
+    assert same(found.whole(), new)
+    assert same(((name, base.tensor(name)) for name in old), old), (
+        "the base was written"
+    )
+    advanced = found.commit()
+    assert same(((name, advanced.tensor(name)) for name in old), new)
+    assert advanced.digest == published(new).digest
+
+
+def test_a_search_that_gives_up_has_all_tensors_as_they_are_now():
+    old = {f"w{n}": random_bits(torch.bfloat16, 9 << 20, n) for n in range(3)}
+    new = dict(old)
+    new["w0"] = moved(old, ["w0"])["w0"]
+    for name in ("w1", "w2"):
+        new[name] = random_bits(torch.bfloat16, 9 << 20, 9)
+    found = DeltaSearch(published(old), "auto").run(new.items(), None)
+    assert isinstance(found, Snapshot)
+    assert same(((n, published_of(found).tensor(n)) for n in new), new)
+    found.remove()
+
+
+def published_of(snapshot: Snapshot) -> PublishedVersion:
+    return PublishedVersion(snapshot, snapshot.manifest())
+
+
+@pytest.mark.parametrize("change", ["a tensor more", "a tensor less", "another shape"])
+def test_another_set_of_tensors_is_sent_whole(change):
+    old = weights()
+    new = dict(old)
+    if change == "a tensor more":
+        new["more"] = torch.ones(3)
+    elif change == "a tensor less":
+        del new["matrix"]
+    else:
+        new["matrix"] = new["matrix"].view(32, 48)
+    found = DeltaSearch(published(old), "always").run(new.items(), None)
+    assert isinstance(found, Snapshot)
+    assert same(((n, published_of(found).tensor(n)) for n in new), new)
+    found.remove()
