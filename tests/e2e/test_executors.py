@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.test_pipeline_parallel import every_step_is_of_one_version
+from tests.e2e.test_pipeline_parallel import (
+    every_step_is_of_one_version,
+    every_token_is_of_its_version,
+)
 from tests.support.engines.script import run_script
 from tests.support.ports import free_port
 from tests.support.shared_memory import sweep
@@ -64,6 +67,13 @@ def test_no_rank_on_ray_commits_an_update_that_one_rank_rejects(
     assert seen["both ranks poisoned"]["code"] == "weights_mismatch"
     assert seen["after refusals"] == seen["before"]
     assert seen["label after refusals"] == "default"
+
+
+def test_every_step_on_ray_without_a_commit_is_of_the_version_served(
+    seen: dict[str, Any], paths: dict[str, Path]
+) -> None:
+    """If not, the commits have nothing to do with what the next test finds."""
+    every_token_is_of_its_version(seen["steady streams"], paths)
 
 
 def test_every_step_of_24_commits_under_load_on_ray_is_of_one_version(

@@ -119,8 +119,16 @@ def every_step_is_of_one_version(
     assert {len(stream["tokens"]) for stream in streams} == {100}
     spanning = sum(len(stream["spans"]) > 1 for stream in streams)
     assert spanning > len(streams) // 2, "the commits did not come under load"
+    every_token_is_of_its_version(streams, paths)
+
+
+def every_token_is_of_its_version(
+    streams: list[dict[str, Any]], paths: dict[str, Path]
+) -> None:
+    """Raise, and tell all tokens that are not."""
     reference = Reference(paths, torch.float32)
-    assert mismatches(as_outputs(streams), reference, "a", NOISE) == []
+    wrong = mismatches(as_outputs(streams), reference, "a", NOISE)
+    assert not wrong, f"{len(wrong)} tokens:\n" + "\n".join(wrong)
 
 
 def as_outputs(streams: list[dict[str, Any]]) -> list[Any]:

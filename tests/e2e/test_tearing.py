@@ -83,7 +83,7 @@ def mismatches(
     """
     known = {"default": first_label} | dict(versions or {})
     wrong = []
-    for request in outputs:
+    for number, request in enumerate(outputs):
         output = request.outputs[0]
         labels = [known.get(name, name) for name in labels_of(output)]
         steps = reference.replay(request.prompt_token_ids, output.token_ids, labels)
@@ -96,9 +96,15 @@ def mismatches(
                 if abs(values[token].item() - got) < noise
             ]
             if labels[index] not in near:
-                wrong.append(f"token {index} is not of {labels[index]}: {got:.4f}")
+                wanted = {
+                    name: f"{v[token].item():.4f}" for name, v in logprobs.items()
+                }
+                wrong.append(
+                    f"request {number}, token {index} is not of {labels[index]}: "
+                    f"{got:.4f} of {wanted}"
+                )
             elif len(near) > 1 and apart(logprobs) < 10 * noise:
-                wrong.append(f"token {index} cannot be told apart")
+                wrong.append(f"request {number}, token {index} cannot be told apart")
     return wrong
 
 

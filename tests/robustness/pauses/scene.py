@@ -319,9 +319,9 @@ class Scene:
         for stream in self.running:
             for choice in stream.choices:
                 again = [at for at, _ in choice.arrivals if at > continued]
-                assert again and again[0] < min(begun) + step, (
-                    "one that ran had to wait"
-                )
+                assert again, "one that ran did not go on"
+                late = again[0] - min(begun)
+                assert late < step, f"one that ran had to wait {late:.3f} s longer"
 
     # --------------------------------------------------------------------- after it
     def _go_on_where_they_were(self) -> None:

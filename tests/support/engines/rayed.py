@@ -10,6 +10,7 @@ Usage: python -m tests.support.engines.rayed A B tensor|pipeline
 import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,12 @@ import torch
 
 from tests.support.engines.probe import greedy
 from tests.support.engines.script import OPTIONS, tell
-from tests.support.engines.stages import send, state, streams_under_commits
+from tests.support.engines.stages import (
+    send,
+    state,
+    streams_during,
+    streams_under_commits,
+)
 
 PLUGIN = {
     "ray_on_cpu.dist-info/METADATA": (
@@ -33,6 +39,8 @@ PLUGIN = {
     ),
 }
 NUM_COMMITS = 24
+STEADY_S = 1.0
+"""Of decoding without a commit."""
 
 
 def start(folder: str, shape: dict[str, int]) -> Any:
@@ -69,6 +77,7 @@ def main(a: str, b: str, parallel: str) -> None:
     seen["after rollback"] = state(llm)
     llm.update_weights_from_disk(a, "a")
 
+    seen["steady streams"] = streams_during(lambda: time.sleep(STEADY_S), llm)
     seen["streams"] = streams_under_commits(llm, a, b, NUM_COMMITS)
     seen["after many commits"] = greedy(llm)
     llm.llm_engine.engine_core.shutdown()
