@@ -19,9 +19,15 @@ CODES = {"files": "malformed"}
 """Of a refusal; other sources send a name that the model does not know."""
 
 
-def feed(kind: str, old: Path, new: Path, *sources: str) -> None:
-    """Feed an engine of this kind from each source, and check all that is seen."""
-    seen = run_script("fed_engine", kind, old, new, *sources)
+def feed(
+    kind: str, old: Path, new: Path, *sources: str, env: dict[str, str] | None = None
+) -> None:
+    """Feed an engine of this kind from each source, and check all that is seen.
+
+    With an `env`, the script is a process of its own, forked from none of the tests'.
+    """
+    spawned = env is not None
+    seen = run_script("fed_engine", kind, old, new, *sources, env=env, spawned=spawned)
     num_engines = 2 if kind == "two_engines" else 1
     of_new, of_old = seen["fresh"] * num_engines, seen["old"]
     for rank, before in zip(of_new, of_old, strict=True):
