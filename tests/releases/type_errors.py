@@ -91,9 +91,10 @@ def _had(release: Release, records: list[Patch]) -> set[str]:
         for base in release.tree.line(kind)[1:]:
             had.update(f"{base.name}.{name}" for name in names)
     # An adapter uses methods of the class of ours that is derived of it.
+    made = made_by_ours(release)
     for place in {place for entries in ADAPTERS.values() for place in entries.values()}:
         adapter = place.partition(":")[2]
-        had.update(f"{adapter}.{name}" for name in made_by_ours(release))
+        had.update(f"{adapter}.{name}" for name in made)
     return had
 
 
