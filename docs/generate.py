@@ -26,7 +26,12 @@ from vllm.inflight import patch
 from vllm.inflight.api.server.flags import GROUP, add_flags
 from vllm.inflight.api.server.routes import ROUTES
 from vllm.inflight.cli import main as cli
-from vllm.inflight.config import ADMIN_KEY_ENV, InflightConfig
+from vllm.inflight.config import (
+    ADMIN_KEY_ENV,
+    ALLOW_RUST_ENV,
+    RUST_ENV,
+    InflightConfig,
+)
 from vllm.inflight.errors import (
     BY_CODE,
     CAUSES,
@@ -34,7 +39,6 @@ from vllm.inflight.errors import (
     InflightError,
     UpstreamChanged,
 )
-from vllm.inflight.patch import api as doors
 from vllm.inflight.patch.records.attributes import ATTRIBUTES
 from vllm.inflight.releases import fields as release_fields
 from vllm.inflight.update import ACTIVE, MOVES, PAUSE_MOVES, STRICTNESS
@@ -48,7 +52,7 @@ ENVIRONMENT = {
     ADMIN_KEY_ENV: "Key of the control routes; "
     "[who may call](http.md#who-may-call) says what it opens.",
     patch.ALLOW_UNTESTED_ENV: "Start on a release of vLLM that was not tested.",
-    doors.ALLOW_RUST_ENV: f"Start although {doors.RUST_ENV} is set; that front "
+    ALLOW_RUST_ENV: f"Start although {RUST_ENV} is set; that front "
     "end has none of the control routes.",
 }
 

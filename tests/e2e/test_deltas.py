@@ -260,9 +260,10 @@ def test_a_delta_from_another_version_is_rejected_at_once(sent, llm):
     assert rejected.value.served == llm.weight_info()["digest"]
 
 
-def test_two_ranks_serve_what_deltas_lead_to(old):
+@pytest.mark.parametrize("parallel", ["tensor", "pipeline"])
+def test_two_ranks_serve_what_deltas_lead_to(old, parallel):
     bind = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    seen = run_script("delta_ranks", old, env=bind)
+    seen = run_script("delta_ranks", old, parallel, env=bind)
     wholes = seen["wholes"]
     assert seen["deltas"] == [[True, *whole] for whole in wholes[:-1]]
     assert seen["rolled back"] == wholes[-3]

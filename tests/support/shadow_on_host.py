@@ -154,7 +154,8 @@ def shadow_of(live: torch.nn.Module, second: torch.nn.Module) -> Any:
             second, dict(second.named_parameters()), StartCheckpoint({})
         ),
         is_alone=True,
-        is_cut_alike=False,
+        is_whole_over_ranks=False,
+        tp_size=1,
         num_threads=1,
         is_reversible=True,
         plan=(plan := Plan()),

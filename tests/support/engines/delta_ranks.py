@@ -1,6 +1,6 @@
-"""Deltas into two tensor-parallel ranks, run as a script: prints what happened as JSON.
+"""Deltas into two ranks, run as a script: prints what happened as JSON.
 
-Usage: python -m tests.support.engines.delta_ranks CHECKPOINT
+Usage: python -m tests.support.engines.delta_ranks CHECKPOINT tensor|pipeline
 """
 
 import sys
@@ -17,22 +17,26 @@ from tests.support.engines.script import tell
 NUM_STEPS = 4
 
 
-def main(folder: str) -> None:
+def main(folder: str, parallel: str) -> None:
     from vllm import LLM, SamplingParams
     from vllm.config.weight_transfer import WeightTransferConfig
 
     from vllm.inflight.trainer import Publisher
 
+    ranks: dict[str, Any] = {f"{parallel}_parallel_size": 2}
     llm = LLM(
         folder,
-        tensor_parallel_size=2,
+        **ranks,
         max_model_len=512,
         block_size=32,
         max_num_seqs=8,
         enforce_eager=True,
         disable_log_stats=True,
         weight_transfer_config=WeightTransferConfig(backend="local"),
+        worker_extension_cls="tests.support.engines.transport.Extension",
     )
+    if parallel == "pipeline":
+        llm.collective_rpc("tests_make_room")
 
     def served() -> Any:
         params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -18,8 +19,7 @@ from vllm.inflight import patch
 from vllm.inflight.cli import doctor, main, report
 from vllm.inflight.cli.doctor import Report
 from vllm.inflight.cli.finding import Finding, State
-from vllm.inflight.config import ADMIN_KEY_ENV
-from vllm.inflight.patch import api as doors
+from vllm.inflight.config import ADMIN_KEY_ENV, ALLOW_RUST_ENV, RUST_ENV
 
 pytestmark = pytest.mark.seconds
 
@@ -172,6 +172,34 @@ def test_everything_that_is_missing_is_named_with_its_remedy():
     assert "s3cret" not in done.stdout + done.stderr
 
 
+def test_a_vllm_that_cannot_be_imported_is_a_finding_and_no_traceback(tmp_path):
+    """As vLLM 0.29 beside a torchvision that is built for another torch."""
+    (tmp_path / "sitecustomize.py").write_text(
+        """if True:
+        import sys
+
+        class Broken:
+            def find_spec(self, name, path=None, target=None):
+                if name == "vllm.distributed.weight_transfer.base":
+                    raise RuntimeError("operator torchvision::nms does not exist")
+
+        sys.meta_path.insert(0, Broken())
+    """
+    )
+    code = "import _vllm_inflight_boot as boot, sys; sys.exit(boot.main())"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "doctor"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "vLLM cannot be imported here" in done.stdout
+    assert "pip uninstall torchvision" in " ".join(done.stdout.split())
+    assert "Traceback" not in done.stdout + done.stderr
+
+
 # Single findings
 
 
@@ -283,8 +311,8 @@ def test_no_shared_memory_is_wrong(monkeypatch):
     [("0", "", State.GOOD), ("1", "", State.WRONG), ("1", "1", State.NOTE)],
 )
 def test_the_rust_front_end_is_judged_as_at_start_up(monkeypatch, rust, allowed, state):
-    monkeypatch.setenv(doors.RUST_ENV, rust)
-    monkeypatch.setenv(doors.ALLOW_RUST_ENV, allowed)
+    monkeypatch.setenv(RUST_ENV, rust)
+    monkeypatch.setenv(ALLOW_RUST_ENV, allowed)
     monkeypatch.delenv("VLLM_SERVER_DEV_MODE", raising=False)
     assert [finding.state for finding in doctor._environment()] == [state]
 

@@ -1,6 +1,6 @@
 """Deltas on shadow parameters in an arena: a GPU's code, on the host's memory."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
@@ -268,35 +268,45 @@ def test_an_announced_change_that_did_not_come_is_named(sets):
         sets.stage(parts.items(), manifest=manifest)
 
 
-class Rank:
-    """A model of which this rank has a half of each matrix, as two ranks load it."""
+NAMES = ("rows", "columns", "norm")
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+
+class Rank:
+    """A model of which this rank has a half of each matrix, as ranks load it.
+
+    Args:
+        half: which one.
+        names: the tensors that it has, as a pipeline stage has some of them.
+
+    """
+
+    def __init__(self, half: int, names: Sequence[str] = NAMES) -> None:
+        self.half, self.names = half, names
 
     def __call__(self, empty: Any) -> torch.nn.Module:
-        rank = self.rank
+        half, names = self.half, self.names
+        shapes = {"rows": (8, 16), "columns": (16, 8), "norm": (16,)}
 
         class Half(torch.nn.Module):
             def __init__(self) -> None:
                 super().__init__()
-                make = torch.nn.Parameter
-                self.rows = make(empty((8, 16)), requires_grad=False)
-                self.columns = make(empty((16, 8)), requires_grad=False)
-                self.norm = make(empty((16,)), requires_grad=False)
+                for name in names:
+                    param = torch.nn.Parameter(empty(shapes[name]), requires_grad=False)
+                    setattr(self, name, param)
 
             def load_weights(self, weights) -> None:
                 for name, tensor in weights:
-                    param = getattr(self, name)
-                    load = getattr(param, "weight_loader", self.load)
-                    load(param, tensor)
+                    if name in names:
+                        param = getattr(self, name)
+                        load = getattr(param, "weight_loader", self.load)
+                        load(param, tensor)
 
             @staticmethod
             def load(param, tensor) -> None:
                 for dim in range(tensor.dim()):
                     size = param.shape[dim]
                     if size < tensor.shape[dim]:
-                        tensor = tensor.narrow(dim, rank * size, size)
+                        tensor = tensor.narrow(dim, half * size, size)
                 param.data.copy_(tensor)
 
         made = Half()
@@ -311,33 +321,85 @@ def halves(seed: int) -> Weights:
     return {n: torch.randn(s, generator=random) for n, s in shapes.items()}
 
 
-def test_the_shares_of_two_ranks_prove_what_is_cut_over_them():
-    new = stepped(halves(2), 3, share=0.3)
+NEW = stepped(halves(2), 3, share=0.3)
+
+
+def statuses_of(ranks: Sequence[Rank], tp_size: int) -> list[Status]:
+    """What these ranks report of a delta, after each has served two versions."""
     statuses = []
     with ExitStack() as open_arenas:
-        for rank in range(2):
+        for rank in ranks:
             arena = open_arenas.enter_context(Arena.open(torch.device("cpu"), 1 << 26))
-            sets = Sets(arena, kind=Rank(rank), first=halves(0))
-            sets.shadow.is_alone, sets.shadow.is_cut_alike = False, True
+            first = {n: t for n, t in halves(0).items() if n in rank.names}
+            sets = Sets(arena, kind=rank, first=first)
+            shadow = sets.shadow
+            shadow.is_alone, shadow.is_whole_over_ranks = False, True
+            shadow.tp_size, shadow.has_all = tp_size, rank.names == NAMES
+            shadow.asks_loader = rank.names != NAMES
             for seed in (1, 2):
                 sets.stage(halves(seed).items())
                 sets.stager.flip()
-            manifest, parts = delta(halves(2), new, sets.stager.served.digest())
+            manifest, parts = delta(halves(2), NEW, sets.stager.served.digest())
             sets.stage(parts.items(), manifest=manifest)
-            shares = sets.intake.shares
-            # No rank has the sample of a tensor that is cut, so the drift is unknown.
+            # A rank without the whole of each tensor does not know the drift.
             assert sets.stager._contents[1].samples is None
-            statuses.append(Status(sent="a", digest="b", shares=shares))
+            shares, unfilled = sets.intake.shares, sets.intake.unfilled
+            assert unfilled == [name for name in NEW if name not in rank.names]
+            statuses.append(
+                Status(sent="a", digest="b", shares=shares, unfilled=unfilled)
+            )
             for name, dim in (("rows", 0), ("columns", 1)):
-                half = new[name].chunk(2, dim)[rank]
-                assert torch.equal(sets.second.get_parameter(name), half)
-            assert torch.equal(sets.second.norm, new["norm"])
+                if name in rank.names:
+                    half = NEW[name].chunk(2, dim)[rank.half]
+                    assert torch.equal(sets.second.get_parameter(name), half)
+            if "norm" in rank.names:
+                assert torch.equal(sets.second.norm, NEW["norm"])
+    return statuses
+
+
+def wrong_in(status: Status, column: int) -> Status:
+    shares = list(status.shares or ())
+    shares[column] ^= 1 << 40
+    return replace(status, shares=shares)
+
+
+def test_the_shares_of_two_ranks_prove_what_is_cut_over_them():
+    statuses = statuses_of([Rank(0), Rank(1)], 2)
     assert agree(statuses) == "b"
     first, second = statuses
     for column in range(4):
-        wrong = list(second.shares)
-        wrong[column] ^= 1 << 40
-        error = agree([first, replace(second, shares=wrong)])
-        assert isinstance(error, WeightsMismatch)
+        assert isinstance(agree([first, wrong_in(second, column)]), WeightsMismatch)
     assert isinstance(agree([first, replace(second, shares=None)]), WeightsMismatch)
     assert isinstance(agree([first, first]), WeightsMismatch | DeltaUnsupported)
+
+
+def test_the_shares_of_ranks_that_hold_the_same_parts_count_each_holder():
+    """As two ranks hold one KV head, where there are fewer heads than ranks."""
+    statuses = statuses_of([Rank(0), Rank(0), Rank(1), Rank(1)], 4)
+    assert agree(statuses) == "b"
+    for index in range(4):
+        changed = list(statuses)
+        changed[index] = wrong_in(statuses[index], 0)
+        assert isinstance(agree(changed), WeightsMismatch)
+    # One part three times, and another one once.
+    first, *_, last = statuses
+    uneven = agree([first, first, first, last])
+    assert isinstance(uneven, WeightsMismatch | DeltaUnsupported)
+
+
+def test_the_shares_of_pipeline_stages_prove_the_tensors_of_each():
+    first, last = ("rows",), ("columns", "norm")
+    ranks = [Rank(0, first), Rank(1, first), Rank(0, last), Rank(1, last)]
+    statuses = statuses_of(ranks, 2)
+    assert agree(statuses) == "b"
+    for index in range(4):
+        changed = list(statuses)
+        changed[index] = wrong_in(statuses[index], 1)
+        assert isinstance(agree(changed), WeightsMismatch)
+
+
+def test_a_tensor_that_no_rank_serves_is_not_changed_by_a_delta():
+    names = ("rows", "columns")
+    error = agree(statuses_of([Rank(0, names), Rank(1, names)], 2))
+    assert isinstance(error, DeltaUnsupported)
+    assert error.tensors == ("norm",) or error.tensors == ["norm"]

@@ -21,11 +21,12 @@ from vllm.inflight import ops, patch
 from vllm.inflight.cli.finding import Finding, State
 from vllm.inflight.config import (
     ADMIN_KEY_ENV,
+    ALLOW_RUST_ENV,
+    RUST_ENV,
     admin_key,
     check_keys_of_environment,
 )
 from vllm.inflight.errors import ConfigError, UpstreamChanged
-from vllm.inflight.patch import api as doors
 from vllm.inflight.patch.records.record import Patch, problem_with
 from vllm.inflight.releases.table import REFERENCE, SUPPORTED, installed
 
@@ -94,7 +95,12 @@ def examine(progress: Callable[[str], None] = lambda _: None) -> Report:
 
 
 def _patch_states(progress: Callable[[str], None]) -> Iterator[PatchState]:
-    records = list(patch.records())
+    try:
+        records = list(patch.records())
+    except Exception as error:  # as in `_patch_state`: the records import vLLM
+        problem = f"{type(error).__name__}: {error}"
+        yield PatchState("vllm", "broken", "All patches are of it.", problem)
+        return
     for number, record in enumerate(records, 1):
         progress(f"checking patch {number} of {len(records)}")
         if (state := _patch_state(record)) is not None:
@@ -267,19 +273,19 @@ def _shared_memory() -> Finding:
 
 
 def _environment() -> Iterator[Finding]:
-    rust = os.environ.get(doors.RUST_ENV, "0").lower() not in ("", "0", "false")
-    if rust and not os.environ.get(doors.ALLOW_RUST_ENV):
+    rust = os.environ.get(RUST_ENV, "0").lower() not in ("", "0", "false")
+    if rust and not os.environ.get(ALLOW_RUST_ENV):
         yield Finding(
             "Rust front end",
-            f"{doors.RUST_ENV} is set",
+            f"{RUST_ENV} is set",
             State.WRONG,
             f"Unset it: that front end has none of our routes. Or set "
-            f"{doors.ALLOW_RUST_ENV}=1 to go without them.",
+            f"{ALLOW_RUST_ENV}=1 to go without them.",
         )
     elif rust:
         yield Finding(
             "Rust front end",
-            f"allowed by {doors.ALLOW_RUST_ENV}",
+            f"allowed by {ALLOW_RUST_ENV}",
             State.NOTE,
             "It has none of our routes and asks for no key on upstream's.",
         )

@@ -13,16 +13,19 @@ from fastapi import FastAPI
 from vllm.inflight import upstream
 from vllm.inflight.api.compat import pipelinerl
 from vllm.inflight.api.control import methods
-from vllm.inflight.config import InflightConfig, check_keys_of_environment
+from vllm.inflight.config import (
+    ALLOW_RUST_ENV,
+    RUST_ENV,
+    InflightConfig,
+    check_keys_of_environment,
+)
 from vllm.inflight.errors import ConfigError
 from vllm.inflight.patch.records.record import Original, Patch
 
 SERVERS = ("API_SERVER", "OPENAI_API_SERVER")
 """Names of upstream's `UsageContext` for the engine of a server."""
-RUST_ENV = "VLLM_USE_RUST_FRONTEND"
 FENCE = "--inflight-allowed-paths"
 """Part of every error message about a path outside of the allowed folders."""
-ALLOW_RUST_ENV = "VLLM_INFLIGHT_ALLOW_RUST_FRONTEND"
 
 
 def _with_flags(original: Original) -> Any:

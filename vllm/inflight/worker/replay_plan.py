@@ -123,6 +123,7 @@ class Plan:
         self._names: dict[str, set[str]] = {}
         """Parameter → the tensors recorded to write into it."""
         self._rejected: set[str] = set()
+        self._passed_over: set[str] = set()
         self.lock = threading.RLock()
         """Held while entries change, and while all of them are read."""
 
@@ -183,6 +184,8 @@ class Plan:
 
     def keep(self, name: str, entry: Entry) -> None:
         """Record an entry, if every write of it can be replayed."""
+        is_passed_over = entry.is_whole and entry.is_traced and not entry.filled
+        (self._passed_over.add if is_passed_over else self._passed_over.discard)(name)
         if not entry.is_whole or not entry.filled or name in self._rejected:
             return
         entry.filled = list(dict.fromkeys(entry.filled))  # each once, for replays
@@ -200,6 +203,13 @@ class Plan:
             self._entries[name] = entry
             for param in entry.params:
                 self._names.setdefault(param, set()).add(name)
+
+    def passes_over(self, name: str) -> bool:
+        """Whether the loader has written nothing of a tensor of that name.
+
+        The tensor is then of another rank's layers or experts, or of none.
+        """
+        return name in self._passed_over
 
     def prove(self, entries: Iterable[Entry]) -> None:
         """Replay these entries from now on."""
@@ -221,6 +231,7 @@ class Plan:
             self.number += 1
             self._entries.clear()
             self._names.clear()
+            self._passed_over.clear()
 
     def _drop(self, name: str) -> None:
         if (entry := self._entries.pop(name, None)) is not None:

@@ -8,6 +8,7 @@ out-of-band writes.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -430,28 +431,49 @@ def _unproved(statuses: list[Status]) -> InflightError | None:
     told = [status.shares for status in statuses if status.shares is not None]
     if not told:
         return None
-    num = len(told[0]) // 2
-    expected = told[0][num:]
-    if len(told) < len(statuses) or any(each[num:] != expected for each in told):
+    if len(told) < len(statuses):
         return WeightsMismatch(
-            "the ranks received different deltas, or serve different versions",
+            "some ranks received a delta, and others a whole version",
             remedy=CAUSES[Cause.RANKS][1],
         )
-    sums = [sum(each[n] for each in told) % 2**64 for n in range(num)]
-    if sums[-1] != expected[-1]:
+    if unserved := _unfilled(statuses):
+        names = sorted(unserved)
         return DeltaUnsupported(
-            f"the delta changes {expected[-1]} elements of tensors that are cut over "
-            f"the ranks, and the ranks serve {sums[-1]} of them: some are served "
-            "twice, or nowhere"
+            f"no rank serves {listed(names)} as a copy of the checkpoint's tensor, so "
+            "a delta cannot change it",
+            tensors=names,
         )
-    if sums != expected:
-        return WeightsMismatch(
-            "with the changes of the delta, the digests of the tensors that are cut "
-            "over the ranks are not the announced ones: the changes were made for "
-            "other weights than are served, or some of them were lost",
-            remedy="Send the whole version.",
-        )
+    for expected, shares in _by_stage(told).items():
+        sums = tuple(sum(column) % 2**64 for column in zip(*shares, strict=True))
+        if sums[-1] != expected[-1]:
+            return DeltaUnsupported(
+                f"the delta changes {expected[-1]} elements of tensors that are cut "
+                f"over the ranks, and the ranks serve {sums[-1]} of them: some are "
+                "served more often than others, or nowhere"
+            )
+        if sums != expected:
+            return WeightsMismatch(
+                "with the changes of the delta, the digests of the tensors that are "
+                "cut over the ranks are not the announced ones: the changes were made "
+                "for other weights than are served, or some of them were lost",
+                remedy="Send the whole version.",
+            )
     return None
+
+
+def _by_stage(
+    told: Iterable[Sequence[int]],
+) -> dict[tuple[int, ...], list[Sequence[int]]]:
+    """The shares of ranks that expect the same sum.
+
+    Ranks of a pipeline stage expect the same, and each stage has other tensors. A rank
+    that received another delta expects something else, which its own share is not.
+    """
+    stages: dict[tuple[int, ...], list[Sequence[int]]] = {}
+    for each in told:
+        num = len(each) // 2
+        stages.setdefault(tuple(each[num:]), []).append(each[:num])
+    return stages
 
 
 def _unfilled(statuses: list[Status]) -> set[str]:

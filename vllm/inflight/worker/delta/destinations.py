@@ -59,6 +59,11 @@ class Destinations:
             return None
         return cls(entry)
 
+    @classmethod
+    def nowhere(cls, shape: Sequence[int], dtype: torch.dtype) -> Destinations:
+        """Of a tensor that this rank serves nothing of."""
+        return cls(Entry(torch.Size(shape), dtype))
+
     @property
     def params(self) -> set[str]:
         """The parameters that hold an element of the tensor."""
@@ -67,10 +72,26 @@ class Destinations:
     @property
     def has_all(self) -> bool:
         """Whether every element of the tensor is served on this rank, and once."""
-        parts = [copied.part for copied in self.copies]
-        return sum(prod(shape) for _, shape, _ in parts) == self._numel and are_apart(
-            parts
-        )
+        return self.num_served == self._numel and self.is_once
+
+    @property
+    def is_once(self) -> bool:
+        """Whether no element of the tensor is served twice on this rank."""
+        return are_apart([copied.part for copied in self.copies])
+
+    @property
+    def num_served(self) -> int:
+        """Elements that this rank serves."""
+        return sum(prod(copied.part[1]) for copied in self.copies)
+
+    def num_holders(self, num_ranks: int) -> int:
+        """How many of these ranks serve each element, if all serve as many.
+
+        Where ranks share a KV head, several ranks serve its weights. Where a tensor
+        does not divide evenly, the result is 1.
+        """
+        holders, rest = divmod(self.num_served * num_ranks, max(1, self._numel))
+        return holders if holders and not rest else 1
 
     def find(self, places: torch.Tensor) -> Iterator[Found]:
         """The elements of each parameter.

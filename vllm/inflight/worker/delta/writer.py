@@ -28,6 +28,7 @@ from vllm.inflight.worker.delta.device_writer import DeviceWriter, copy_elements
 from vllm.inflight.worker.delta.order import Order
 from vllm.inflight.worker.delta.shares import Term, share
 from vllm.inflight.worker.model.layers import parameters
+from vllm.inflight.worker.replay_plan import Entry
 from vllm.inflight.worker.shadow.carry_over import copy_unsent
 from vllm.inflight.worker.shadow.changed_elements import (
     ChangedElements,
@@ -164,19 +165,27 @@ class DeltaWriter:
 
     def shares(self) -> list[int] | None:
         """This rank's share of the tensors that are cut over ranks, and the sum of all
-        shares; None if no tensor is cut. See shares.py."""
-        cut = [n for n, places in enumerate(self._places) if not places.has_all]
-        if not cut:
+        shares; None if there is no other rank. See shares.py."""
+        if self._shadow.is_alone:
             return None
+        cut = [n for n, p in enumerate(self._places) if p.copies and not p.has_all]
         own = ((self._specs[n].name, self._sums[n], self._num_written[n]) for n in cut)
         return share(own) + share(map(self._expected, cut))
+
+    @property
+    def unserved(self) -> list[str]:
+        """The announced tensors that this rank serves nothing of."""
+        pairs = zip(self._specs, self._places, strict=True)
+        return [spec.name for spec, places in pairs if not places.copies]
 
     def _expected(self, number: int) -> Term:
         spec = self._specs[number]
         assert spec.digest is not None
         before = ops.Digest(*self._served.facts[spec.name][2])
-        difference = ops.Digest.from_hex(spec.digest) - before
-        return spec.name, difference, self._num_entries[number]
+        a, b = ops.Digest.from_hex(spec.digest) - before
+        holders = self._places[number].num_holders(self._shadow.tp_size)
+        difference = ops.Digest(a * holders % 2**64, b * holders % 2**64)
+        return spec.name, difference, self._num_entries[number] * holders
 
     def _digest(self, number: int) -> ops.Digest:
         """The digest of a tensor with its changes."""
@@ -195,9 +204,16 @@ class DeltaWriter:
 
     def _find(self, spec: TensorSpec) -> Destinations:
         facts = self._served.facts.get(spec.name)
-        entry = self._shadow.plan.known(spec.name)
+        plan, is_shared = self._shadow.plan, self._shadow.is_whole_over_ranks
+        entry = plan.known(spec.name)
         found = Destinations.of(entry)
-        is_served = found is not None and (found.has_all or self._shadow.is_cut_alike)
+        if is_shared and entry is None and plan.passes_over(spec.name):
+            dtype = getattr(torch, spec.dtype)
+            found = Destinations.nowhere(spec.shape, dtype)
+            entry = Entry(torch.Size(spec.shape), dtype)
+        is_served = found is not None and (
+            found.has_all or (is_shared and found.is_once)
+        )
         if facts is None or found is None or not is_served:
             raise DeltaUnsupported(
                 f"{spec.name!r} is not served here as a copy of the checkpoint's "
@@ -250,7 +266,7 @@ class DeltaWriter:
     def _samples(self) -> Samples | None:
         """Samples of the changed tensors, read from the shadow weights.
 
-        None if one of them is cut over ranks: then no rank has its whole sample.
+        None if this rank does not serve the whole of one of them.
         """
         if not all(places.has_all for places in self._places):
             return None

@@ -63,6 +63,9 @@ class ShadowModel:
         reason: why this model cannot be updated; None if it can.
         num_threads: threads that check tensors on the host.
         is_alone: whether no other rank has a part of the model.
+        is_whole_over_ranks: whether the ranks of this engine have all parts together.
+            Experts may be shared out over several engines.
+        tp_size: ranks that a tensor is cut over.
         required: parameter name → shape, in load format, that an update must fill.
 
     """
@@ -82,6 +85,8 @@ class ShadowModel:
         self.start_checkpoint = StartCheckpoint({})
         self.num_threads = 1
         self.is_alone = False
+        self.is_whole_over_ranks = False
+        self.tp_size = 1
         self._is_stage = False
         self._has_some = False
         """Whether other ranks have tensors that this rank uses no part of."""
@@ -142,6 +147,10 @@ class ShadowModel:
         self._has_some = self._is_stage or moe.are_shared_out(live)
         self.num_threads = num_threads(self.device, parallel)
         self.is_alone = parallel.world_size == 1 and not self._has_some
+        self.is_whole_over_ranks = parallel.world_size > 1 and (
+            parallel.data_parallel_size == 1 or not moe.are_shared_out(live)
+        )
+        self.tp_size = parallel.tensor_parallel_size
         # On a GPU there is memory for the shadow parameters, and for no others.
         is_cpu = self.device.type == "cpu"
         # The map from ranks to experts is read while a model is built.
@@ -273,22 +282,6 @@ class ShadowModel:
         maps_names = getattr(self.module, "hf_to_vllm_mapper", None) is not None
         maps_names |= getattr(self.module, "supports_multimodal", False)
         return maps_names or self._is_stage or self.has_drafter
-
-    @functools.cached_property
-    def is_cut_alike(self) -> bool:
-        """Whether every tensor is whole on each rank, or cut into a part for each.
-
-        Not with pipeline stages or experts that are shared out, and not where several
-        ranks have the same KV heads.
-        """
-        return not (
-            self.is_alone
-            or self._has_some
-            or any(
-                getattr(layer, "num_kv_head_replicas", 1) > 1
-                for layer in self.live.modules()
-            )
-        )
 
     @property
     def has_all(self) -> bool:

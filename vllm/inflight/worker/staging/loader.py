@@ -182,6 +182,7 @@ class UpdateLoader:
                     between=self._between,
                 )
                 self._writer.begin()
+                self.unfilled = self._writer.unserved
             for batch in chain([first], batches):
                 if self._cancelled():
                     raise Cancelled("the update was aborted")
