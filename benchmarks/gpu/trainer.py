@@ -23,12 +23,12 @@ from vllm.plugins import load_general_plugins
 
 from benchmarks.shapes import num_ranks
 from vllm.inflight import ops
-from vllm.inflight.delta import Encoder, Part, apply, decode
+from vllm.inflight.delta import Encoder, Part
 from vllm.inflight.delta.parts import named
 from vllm.inflight.releases.table import adapter
 from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.update import Manifest, TensorSpec
-from vllm.inflight.worker.verify.gpu_digest import GpuDigest
+from vllm.inflight.worker.verify.gpu_digest import GpuDigest, Tables
 
 SPREAD = 0.02
 GPU = "BENCH_TRAINER_GPU"
@@ -72,6 +72,9 @@ class Weights(_Source):
     def read_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self._tensors.items())
 
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
 
 def saved(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """A parameter of transformers as views with the names of a checkpoint.
@@ -106,6 +109,7 @@ class DeltaSender:
         self._engine, self._weights, self._device = engine, weights, device
         self._old: dict[str, torch.Tensor] = {}
         self._digests: dict[str, ops.Digest] = {}
+        self._tables: Tables = {}
 
     def forget(self) -> None:
         """The whole version was sent; the next delta starts from it."""
@@ -138,29 +142,21 @@ class DeltaSender:
         client.start_weight_update(Manifest(specs, base=base).to_dict())
         self._engine._send(tensor_list, iter(pairs))
         client.finish_weight_update()
-        for part in parts:
-            for changes in decode(part):
-                name = list(specs)[changes.number]
-                apply(changes, self._old[name].view(-1))
+        for name in specs:
+            self._old[name].copy_(self._weights[name])
         return {"find_s": find_s, "bytes": float(sum(t.nbytes for _, t in pairs))}
 
     def _find(self) -> tuple[list[Part], dict[str, TensorSpec]]:
         encoder, parts = Encoder(), list[Part]()
-        names: list[str] = []
-        for name, tensor in self._weights.read_tensors():
-            parts += encoder.add(len(names), self._old[name], tensor)
-            if encoder.has_changed:
-                names.append(name)
+        tensors = dict(self._weights.read_tensors())
+        pairs = [(self._old[name], tensor) for name, tensor in tensors.items()]
+        parts += encoder.add_all(0, pairs)
         parts += encoder.finish()
-        sizes = [self._old[name].numel() for name in names]
-        for part in parts:
-            part.check(sizes, [2] * len(names))
-            for changes in decode(part):
-                name = names[changes.number]
-                bits = self._old[name].view(-1).view(torch.int16)[changes.places]
-                self._digests[name] += ops.digest_of_changes(
-                    changes.places, bits, changes.new_bits(bits), 2
-                )
+        names = [n for n, has in zip(tensors, encoder.have_changed, strict=True) if has]
+        # Of the tensors themselves: an error of the code above is seen by the engine.
+        digest = GpuDigest(self._device, self._tables)
+        digest.add([(name, tensors[name]) for name in names])
+        self._digests |= {name: found for name, found, _ in digest.results()}
         specs = {
             name: TensorSpec(
                 name,

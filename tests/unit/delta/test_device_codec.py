@@ -1,6 +1,5 @@
 """The kernels agree with the host; Triton's interpreter stands in for a GPU."""
 
-from array import array
 from random import Random
 
 import pytest
@@ -17,11 +16,14 @@ from tests.support.deltas import (
 from tests.support.triton_compiler import compile_for_gpu, succeeds
 from vllm.inflight import delta, ops
 from vllm.inflight.delta import reference
+from vllm.inflight.delta.decode import DecodedPart
 from vllm.inflight.delta.encode import VALUES
 from vllm.inflight.errors import Malformed
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+RUNS = torch.cat([torch.arange(40 + 90 * n) + 2400 * n for n in range(8)])
+"""Short runs and long ones."""
 RAGGED = torch.cat((torch.arange(1500), torch.tensor([5_000, 90_000, 99_000])))
 
 
@@ -34,7 +36,7 @@ def cases():
     most_gaps = torch.tensor([0, 255, 511, 1020, 1021, 1277, 2000, 70_000])
     for places in (
         *([], [0], [100_002], range(5), RAGGED, most_gaps, scattered(100_003, 0.01)),
-        *(scattered(100_003, 0.0004), scattered(100_003, 0.5)),
+        *(scattered(100_003, 0.0004), scattered(100_003, 0.5), RUNS, [7, 9], range(60)),
     ):
         yield old, with_changes(old, places, most=300)
     for dtype in (torch.float32, torch.int64):
@@ -44,78 +46,42 @@ def cases():
     yield empty, empty
 
 
-def device_part(pairs, values):
-    """The part that the device's coder makes, on the host under the interpreter."""
+def coder_of(values, limit=delta.MAX_PART_BYTES):
+    """The device's coder; on the host it needs Triton's interpreter."""
     from vllm.inflight.delta.device_encode import DeviceCoder
 
-    coder = DeviceCoder(delta.MAX_PART_BYTES, VALUES[values])
-    for number, (old, new) in enumerate(pairs):
-        coder.add(number, 0, integers(old), integers(new))
-    return coder.take(delta.MAX_PART_BYTES)
+    return DeviceCoder(limit, VALUES[values])
+
+
+def taken(coder, limit=delta.MAX_PART_BYTES):
+    """All parts of the blocks that wait."""
+    parts = []
+    while coder.num_bytes:
+        num_bytes = coder.num_bytes
+        parts.append(coder.take(limit))
+        if not coder.num_bytes:
+            assert parts[-1].num_bytes == num_bytes
+    return parts
 
 
 def device_decode(part):
     """(places, bits) of each block, as the device decodes them."""
-    from vllm.inflight.delta.device_decode import decode_blocks
+    from vllm.inflight.delta.device_decode import decode_rows, require_none
 
-    blocks, slots, num = part.blocks(), array("Q"), 0
-    for block in blocks:
-        slots.extend((num, 8 * num))
-        num += block.num_entries
-    places = torch.full((num,), -1)
-    bits = torch.zeros(8 * num, dtype=torch.uint8)
-    decode_blocks(blocks, part.data, slots, places, bits)
-    for block, (place, byte) in zip(
-        blocks, zip(slots[::2], slots[1::2], strict=True), strict=True
-    ):
-        own = bits[byte : byte + block.width * block.num_entries]
+    room = DecodedPart(part.rows, torch.device("cpu"))
+    room.places.fill_(-1)
+    buffers = room.places, room.bits
+    require_none([decode_rows(part.rows, part.data, room.slots, *buffers)])
+    for block, (place, byte) in zip(part.blocks(), room.slots.tolist(), strict=True):
+        own = room.bits[byte : byte + block.width * block.num_entries]
         yield (
-            places[place : place + block.num_entries],
+            room.places[place : place + block.num_entries],
             own.view(ops.INTEGERS[block.width]),
         )
 
 
-@pytest.mark.parametrize("values", VALUES)
-@pytest.mark.parametrize("size", [1024, 8192, 1 << 22])
-def test_all_blocks_at_once_are_encoded_as_one_by_one(size, values):
-    from vllm.inflight.delta.device_encode import encode_blocks
-
-    for old, new in cases():
-        before, now = integers(old), integers(new)
-        places = (before != now).nonzero().squeeze(1)
-        if not len(places):
-            continue
-        bits = before[places], now[places]
-        seen = list(encode_blocks(0, places, *bits, size, VALUES[values]))
-        _, counts = (places // size).unique_consecutive(return_counts=True)
-        assert len(seen) == len(counts)
-        first = 0
-        for block, count in zip(seen, counts.tolist(), strict=True):
-            own = slice(first, first + count)
-            wanted = reference.encode_block(
-                0, places[own], bits[0][own], bits[1][own], VALUES[values]
-            )
-            assert block.row == wanted.row
-            for one, other in zip(block.sections, wanted.sections, strict=True):
-                assert torch.equal(one, other)
-            first += count
-
-
-def test_many_changes_are_encoded_stretch_by_stretch(monkeypatch):
-    from vllm.inflight.delta import device_encode
-
-    limit = 1 << 16
-    monkeypatch.setattr(device_encode, "MOST_ENTRIES", 40_000)
-    old = random_bits(torch.int16, 300_000)
-    new = with_changes(old, scattered(300_000, 0.7), most=300)
-    places = (old != new).nonzero().squeeze(1)
-    coder = device_encode.DeviceCoder(limit, 0)
-    coder.add_places(0, places, old[places], new[places])
-    parts = []
-    while coder.num_bytes:
-        parts.append(coder.take(limit))
-    wanted = parts_of([(old, new)], max_part_bytes=limit)
-    assert len(parts) == len(wanted) > 3
+def assert_same(parts, wanted):
+    assert len(parts) == len(wanted)
     for one, other in zip(parts, wanted, strict=True):
         assert torch.equal(one.table, other.table)
         assert torch.equal(one.data, other.data)
@@ -126,21 +92,54 @@ def check() -> None:
     pairs = list(cases())
     counts = [old.numel() for old, _ in pairs]
     widths = [old.element_size() for old, _ in pairs]
+    flat = [(integers(old), integers(new)) for old, new in pairs]
+    changed = [pair for pair in pairs if delta.changed(*pair)]
+    # All tensors at once; those without a change get no number.
+    coder = coder_of("auto")
+    flags, steps = coder.add_all(0, flat)
+    assert len(flags) == len(pairs) and sum(flags) == len(changed) < len(pairs)
+    assert list(steps)
+    assert_same(taken(coder), parts_of(changed))
     for values in VALUES:
-        (wanted,) = parts_of(pairs, values=values)
-        part = device_part(pairs, values)
-        assert torch.equal(part.table, wanted.table)
-        assert torch.equal(part.data, wanted.data)
+        few = slice(len(DTYPES))
+        coder = coder_of(values)
+        for number, pair in enumerate(flat[few]):
+            coder.add(number, 0, *pair)
+        assert_same(taken(coder), parts_of(pairs[few], values=values))
+    (wanted,) = parts_of(pairs)
+    coder = coder_of("auto")
+    for number, (before, now) in enumerate(flat):
+        if len(places := (before != now).nonzero().squeeze(1)):
+            coder.add_places(number, places, before[places], now[places])
+    assert_same(taken(coder), [wanted])
+    for part in (wanted, *parts_of(pairs[: len(DTYPES)], values="raw")):
         part.check(counts, widths)
-        blocks = part.blocks()
-        decoded = zip(blocks, device_decode(part), strict=True)
+        decoded = zip(part.blocks(), device_decode(part), strict=True)
         for index, (block, seen) in enumerate(decoded):
             for one, other in zip(
                 seen, reference.decode_block(block, index, part.data), strict=True
             ):
-                assert torch.equal(one, other), (values, block)
+                assert torch.equal(one, other), block
+    check_parts()
     check_faults()
     check_digests(pairs)
+
+
+def check_parts() -> None:
+    """Small blocks, small parts and small batches give the parts of the host."""
+    from vllm.inflight.delta import device_encode
+
+    limit, device_encode.MOST_ENTRIES = 1 << 16, 40_000
+    pairs = []
+    for dtype, share in ((torch.int16, 0.7), (torch.int64, 0.02), (torch.int8, 0.1)):
+        old = random_bits(dtype, 120_000)
+        pairs.append((old, with_changes(old, scattered(120_000, share), most=100)))
+    wanted = parts_of(pairs, max_part_bytes=limit)
+    assert len(wanted) > 2
+    coder = coder_of("auto", limit)
+    flags, steps = coder.add_all(0, [tuple(map(integers, pair)) for pair in pairs])
+    assert all(flags) and len(list(steps)) > 2
+    assert_same(taken(coder, limit), wanted)
 
 
 def check_faults() -> None:
@@ -152,12 +151,16 @@ def check_faults() -> None:
         (torch.float32, 0.001),
         (torch.int8, 0.4),
     ):
-        old = random_bits(dtype, 50_000)
-        pairs.append((old, with_changes(old, scattered(50_000, share), most=200)))
+        old = random_bits(dtype, 20_000)
+        pairs.append((old, with_changes(old, scattered(20_000, share), most=200)))
+    old = random_bits(torch.int16, 20_000)
+    for places in (RUNS, torch.arange(3000)):
+        pairs.append((old, with_changes(old, places, most=200)))
     (part,) = parts_of(pairs)
-    part.check([50_000] * 3, [2, 4, 1])
+    part.check([20_000] * 5, [2, 4, 1, 2, 2])
+    assert {block.form for block in part.blocks()} == {1, 2, 3, 4, 5}
     whole, refused = part.data.clone(), 0
-    for _ in range(100):
+    for _ in range(80):
         part.data.copy_(whole)
         block = rng.choice(part.blocks())
         sections = zip(
@@ -177,7 +180,7 @@ def check_faults() -> None:
         refused += 1
         with pytest.raises(Malformed, match=f":{row}: "):
             list(device_decode(part))
-    assert refused > 30
+    assert refused > 20
 
 
 def check_digests(pairs) -> None:
@@ -204,19 +207,28 @@ def compile_kernels() -> None:
     from vllm.inflight.ops import triton_kernels as digests
 
     bits, long = "*i16", "*i64"
+    rows = {"rows": long, "owners": "*i32"}
+    entries = {"places": "*i32", "news": long, "differences": long}
+    part = {"data": "*u8", "places": long, "bits": "*u8", "fault": long}
+    integer, lanes = ("INTEGER", codec.INTEGERS[2]), ("LANES", 1024)
     block, one = ("BLOCK", 256), {"num": "i32"}
-    found = {"firsts": long, "places": long, "olds": bits, "news": bits} | one
-    both = {"old": bits, "new": bits}
-    integer = codec.INTEGERS[2]
+    search = [("WIDTH", 2), integer, ("ALIGNED", True), block]
+    measured = {"places": "*i32", "differences": long, "sums": long}
     for kernel, arguments, constants in (
-        (codec._count, both | {"counts": "*i32"} | one, [block]),
-        (codec._compact, both | found | {"start": "i64"}, [block]),
+        (codec._count, rows | {"counts": "*i32"}, search),
         (
-            codec._decode_gaps,
-            {"rows": long, "owners": "*i32", "data": "*u8", "places": long}
-            | {"bits": "*u8", "fault": long},
-            [("INTEGER", integer), ("CODES", 1024)],
+            codec._compact,
+            rows | {"firsts": long} | entries | {"first_program": "i32"},
+            search,
         ),
+        (codec._measure, rows | measured, [lanes]),
+        (
+            codec._encode,
+            rows | entries | {"sums": long, "data": "*u8"},
+            [lanes, ("CODES", 1024)],
+        ),
+        (codec._decode_gaps, rows | part, [integer, ("CODES", 1024)]),
+        (codec._decode_others, {"rows": long} | part, [integer, lanes, ("SHORT", 64)]),
         (
             digests._changes,
             {"places": long, "old_bits": bits, "new_bits": bits, "sums": long} | one,

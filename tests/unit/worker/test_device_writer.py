@@ -69,14 +69,13 @@ def check() -> None:
         parts += encoder.add(number, old[name], new[name])
     (part,) = [*parts, *encoder.finish()]
     part.check([t.numel() for t in old.values()], [t.itemsize for t in old.values()])
-    changes = list(decode(part))
+    changes = decode(part)
     places = [
         entry(old[name], copied(old[name], param, part_of, view))
         for name, (param, part_of, view) in views.items()
     ]
-    writer = DeviceWriter(CPU, live, shadow, len(old))
+    writer = DeviceWriter(CPU, live, shadow, places)
     logs = []
-    dtypes = [tensor.dtype for tensor in old.values()]
 
     def note(log):
         # Whatever fails from here on, the elements are known.
@@ -86,7 +85,7 @@ def check() -> None:
         assert (log.offsets == -1).all()
         logs.append(log)
 
-    writer.write(changes, places, dtypes, note)
+    writer.write(changes, note)
     (log,) = logs
     expected = {name: param.clone() for name, param in live.items()}
     of_view = {
@@ -139,14 +138,12 @@ def compile_kernels() -> None:
 def warmed() -> None:
     """Warming runs every kernel that a delta of these dtypes needs."""
     from vllm.inflight.delta import device_decode
+    from vllm.inflight.delta import triton_kernels as codec
     from vllm.inflight.worker.delta import triton_kernels as kernels
 
     ran = []
-    for module, name in (
-        (device_decode, "_decode_gaps"),
-        (kernels, "write"),
-        (kernels, "copy"),
-    ):
+    names = ["decode_gaps", "decode_others", "write", "copy"]
+    for module, name in zip((codec, codec, kernels, kernels), names, strict=True):
         real = getattr(module, name)
 
         def run(*args, real=real, name=name):
@@ -156,15 +153,14 @@ def warmed() -> None:
         setattr(module, name, run)
     # The package has a function of the module's name.
     decoding = sys.modules["vllm.inflight.delta.decode"]
-    decode_native = decoding._decode_native
 
-    def on_device(part, data, slots, places, bits, num_threads):
-        device_decode.decode_blocks(part.blocks(), data, slots, places, bits)
+    def on_device(part, data, decoded, num_threads):
+        slots = decoded.slots, decoded.places, decoded.bits
+        decoded.fault = device_decode.decode_rows(part.rows, data, *slots)
 
     decoding._decode_native = on_device
     warm(CPU, {torch.bfloat16, torch.float32, torch.float8_e4m3fn})
-    decoding._decode_native = decode_native
-    assert sorted(ran) == sorted(["_decode_gaps", "write", "copy"] * 3)
+    assert sorted(ran) == sorted(names * 3)
 
 
 @pytest.mark.seconds

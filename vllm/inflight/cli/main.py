@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 import vllm.inflight
-from vllm.inflight.cli import control
+from vllm.inflight.cli import checkpoint_delta, control
 from vllm.inflight.config import ADMIN_KEY_ENV, API_KEY_ENV, admin_key
 
 # Commands import what they need when they run: `--help` waits neither for vLLM nor for
@@ -122,6 +122,7 @@ def parser() -> argparse.ArgumentParser:
         "moves. Default: 2",
     )
     control.add_commands(commands)
+    checkpoint_delta.add_commands(commands)
     return whole
 
 

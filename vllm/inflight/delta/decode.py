@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from vllm.inflight.delta.part import Block, Part, ValueForm, array_address
+from vllm.inflight.delta.part import Part, Rows, ValueForm
 from vllm.inflight.errors import Malformed
 from vllm.inflight.ops import INTEGERS, native_core
+
+Numbers = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -35,41 +38,119 @@ class Changes:
         return old_bits + self.bits if self.are_differences else self.bits
 
 
-def decode(part: Part, *, num_threads: int = 1) -> Iterator[Changes]:
-    """Decode all of a part, then return the changes, tensor by tensor.
+class DecodedPart:
+    """All changes of one part: its groups, in two flat tensors.
 
-    A tensor comes twice in a row, with later places, if the forms of its values change.
+    A group is a range of changes of one tensor. Iterating yields them as `Changes`.
+
+    Attributes:
+        numbers: of each group, the number of its tensor.
+        widths: of each group, the bytes of an element.
+        are_differences: of each group, whether the bits have to be added to the old
+            ones.
+        counts: of each group, the changed elements.
+        first_places: of each group, the number of its first element in `places`.
+        first_bytes: of each group, the offset of its bits in `bits`; a multiple of 8.
+        places: of all groups; int64.
+        bits: of all groups; uint8.
+
+    """
+
+    def __init__(self, rows: Rows, device: torch.device) -> None:
+        """Make room for the changes of these rows."""
+        entries = rows["num_entries"].astype(np.int64)
+        octets = entries * rows["width"]
+        kinds = np.stack((rows["number"], rows["values"]))
+        is_first = np.ones(len(rows), dtype=bool)
+        is_first[1:] = (kinds[:, 1:] != kinds[:, :-1]).any(0)
+        firsts = np.flatnonzero(is_first)
+        self.numbers = rows["number"][firsts].astype(np.int64)
+        self.widths = rows["width"][firsts].astype(np.int64)
+        self.are_differences = rows["values"][firsts] == ValueForm.DIFFERENCE
+        self.counts = _sums(entries, firsts)
+        self.first_places = before(self.counts)
+        sizes = -(-_sums(octets, firsts) // 8) * 8
+        self.first_bytes = before(sizes)
+        group = np.cumsum(is_first) - 1
+        padding = self.first_bytes - before(octets)[firsts]
+        self.slots = np.stack((before(entries), before(octets) + padding[group]), 1)
+        """Of each row its first place in `places`, and its first byte in `bits`."""
+        num_places, num_bytes = int(entries.sum()), int(sizes.sum())
+        self.places = torch.empty(num_places, dtype=torch.int64, device=device)
+        self.bits = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.fault: torch.Tensor | None = None
+        """On a GPU, what `require_sound` reads; None: the data is not malformed."""
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __iter__(self) -> Iterator[Changes]:
+        columns = (self.numbers, self.widths, self.are_differences, self.counts)
+        slots = self.first_places, self.first_bytes
+        for number, width, is_difference, num, place, byte in zip(
+            *(column.tolist() for column in (*columns, *slots)), strict=True
+        ):
+            bits = self.bits[byte : byte + num * width].view(INTEGERS[width])
+            places = self.places[place : place + num]
+            yield Changes(number, places, bits, is_difference)
+
+
+def decode(part: Part, *, num_threads: int = 1) -> DecodedPart:
+    """Decode all of a part.
+
+    A tensor has two groups in a row, the second with later places, where the form of
+    its values changes.
 
     Args:
         part: a part that was checked. It is decoded on the device of its data.
         num_threads: threads that share the blocks on the host.
 
     Raises:
-        Malformed: the message names the row, and what is wrong with it. Nothing was
-            returned before.
+        Malformed: the message names the row, and what is wrong with it.
 
     """
-    groups = list(_groups(part.blocks()))
-    num_places = num_bytes = 0
-    slots = array("Q")
-    outputs = []
-    for group in groups:
-        num_bytes = -(-num_bytes // 8) * 8
-        outputs.append((num_places, num_bytes))
-        for block in group:
-            slots.extend((num_places, num_bytes))
-            num_places += block.num_entries
-            num_bytes += block.num_entries * block.width
-    data = part.plain_data()
-    places = torch.empty(num_places, dtype=torch.int64, device=data.device)
-    bits = torch.empty(num_bytes, dtype=torch.uint8, device=data.device)
-    if data.device.type == "cpu":
-        _decode_native(part, data, slots, places, bits, num_threads)
-    else:
-        from vllm.inflight.delta.device_decode import decode_blocks
+    decoded = decode_unproved(part, num_threads=num_threads)
+    require_sound([decoded.fault])
+    return decoded
 
-        decode_blocks([b for g in groups for b in g], data, slots, places, bits)
-    return _split(groups, outputs, places, bits)
+
+def decode_unproved(part: Part, *, num_threads: int = 1) -> DecodedPart:
+    """Decode all of a part; on a GPU, do not wait for it.
+
+    If the data is malformed, a place may be any number, until `require_sound` tells.
+
+    Args:
+        part: as in `decode`.
+        num_threads: as in `decode`.
+
+    Raises:
+        Malformed: on the host, the message names the row, and what is wrong with it.
+
+    """
+    rows, data = part.rows, part.plain_data()
+    decoded = DecodedPart(rows, data.device)
+    if data.device.type == "cpu":
+        _decode_native(part, data, decoded, num_threads)
+    else:
+        from vllm.inflight.delta.device_decode import decode_rows
+
+        decoded.fault = decode_rows(
+            rows, data, decoded.slots, decoded.places, decoded.bits
+        )
+    return decoded
+
+
+def require_sound(faults: Sequence[torch.Tensor | None]) -> None:
+    """Raise `Malformed` for the first of some parts whose data is malformed.
+
+    Args:
+        faults: `DecodedPart.fault` of each part.
+
+    """
+    if found := [fault for fault in faults if fault is not None]:
+        from vllm.inflight.delta.device_decode import require_none
+
+        require_none(found)
 
 
 def apply(changes: Changes, flat_view: torch.Tensor, *, num_threads: int = 1) -> None:
@@ -108,46 +189,28 @@ def apply(changes: Changes, flat_view: torch.Tensor, *, num_threads: int = 1) ->
     integers.index_copy_(0, changes.places, new)
 
 
-def _groups(blocks: list[Block]) -> Iterator[list[Block]]:
-    """Neighbours of one tensor and one form of values."""
-    group: list[Block] = []
-    for block in blocks:
-        if group and (block.number, block.values) != (group[0].number, group[0].values):
-            yield group
-            group = []
-        group.append(block)
-    if group:
-        yield group
+def before(counts: Numbers) -> Numbers:
+    """The sum before each number."""
+    return np.cumsum(counts) - counts
+
+
+def _sums(numbers: Numbers, firsts: Numbers) -> Numbers:
+    """The sum of each group, given its first number."""
+    if not len(firsts):
+        return numbers
+    return np.add.reduceat(numbers, firsts)
 
 
 def _decode_native(
-    part: Part,
-    data: torch.Tensor,
-    slots: array[int],
-    places: torch.Tensor,
-    bits: torch.Tensor,
-    num_threads: int,
+    part: Part, data: torch.Tensor, decoded: DecodedPart, num_threads: int
 ) -> None:
-    table = part.checked_table
+    table, places, bits = part.checked_table, decoded.places, decoded.bits
+    slots = np.ascontiguousarray(decoded.slots)
     try:
         native_core().delta_decode(
-            *(table.data_ptr(), len(slots) // 2, data.data_ptr(), data.numel()),
-            *(array_address(slots), places.data_ptr(), places.numel()),
+            *(table.data_ptr(), len(slots), data.data_ptr(), data.numel()),
+            *(slots.ctypes.data, places.data_ptr(), places.numel()),
             *(bits.data_ptr(), bits.numel(), num_threads),
         )
     except ValueError as error:
         raise Malformed(f"a part of the delta is malformed: {error}") from None
-
-
-def _split(
-    groups: list[list[Block]],
-    outputs: list[tuple[int, int]],
-    places: torch.Tensor,
-    bits: torch.Tensor,
-) -> Iterator[Changes]:
-    for group, (place, byte) in zip(groups, outputs, strict=True):
-        block = group[0]
-        num = sum(each.num_entries for each in group)
-        own = bits[byte : byte + num * block.width].view(INTEGERS[block.width])
-        is_difference = block.values == ValueForm.DIFFERENCE
-        yield Changes(block.number, places[place : place + num], own, is_difference)

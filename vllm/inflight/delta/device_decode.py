@@ -1,88 +1,113 @@
-"""Decoding a part on a GPU: one launch for all gaps, torch for the other forms."""
+"""Decoding a part on a GPU: two launches, whatever the number of blocks."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vllm.inflight.delta import reference
-from vllm.inflight.delta.part import CHUNK_CODES, Block
+from vllm.inflight.delta.part import CHUNK_CODES, PlaceForm, Rows
+
+Table = NDArray[np.int64]
 
 
-def decode_blocks(
-    blocks: Sequence[Block],
+def decode_rows(
+    rows: Rows,
     data: torch.Tensor,
-    slots: Sequence[int],
+    slots: Table,
     places: torch.Tensor,
     bits: torch.Tensor,
-) -> None:
-    """Decode the blocks of a checked table.
+) -> torch.Tensor:
+    """Decode the blocks of a checked table, and do not wait for it.
 
     Args:
-        blocks: the blocks.
+        rows: the rows of the table.
         data: data of the part.
-        slots: for each block its first place in `places` and its first byte in `bits`.
+        slots: for each row its first place in `places` and its first byte in `bits`.
         places: gets the places; int64.
         bits: gets the bits; uint8.
 
-    Raises:
-        Malformed: the message names the row, and what is wrong with it.
+    Returns:
+        what `require_none` reads: int64 on the GPU.
 
     """
-    if data.data_ptr() % 8:
-        data = data.clone()
-    gaps: dict[int, list[int]] = defaultdict(list)
-    for index, block in enumerate(blocks):
-        if block.form in reference.CODE_BYTES:
-            gaps[block.width].append(index)
-    if gaps:
-        _decode_gaps(gaps, blocks, data, slots, places, bits)
-    for index, block in enumerate(blocks):
-        if block.form in reference.CODE_BYTES:
-            continue
-        found, values = reference.decode_block(block, index, data)
-        place, byte = slots[2 * index : 2 * index + 2]
-        places[place : place + block.num_entries] = found
-        octets = block.num_entries * block.width
-        bits[byte : byte + octets] = values.view(torch.uint8)
-
-
-def _decode_gaps(
-    gaps: dict[int, list[int]],
-    blocks: Sequence[Block],
-    data: torch.Tensor,
-    slots: Sequence[int],
-    places: torch.Tensor,
-    bits: torch.Tensor,
-) -> None:
     from vllm.inflight.delta import triton_kernels as kernels
 
-    faults = []
-    for width, indexes in gaps.items():
-        rows, counts, num_chunks = [], [], 0
-        for index in indexes:
-            block = blocks[index]
-            place, byte = slots[2 * index : 2 * index + 2]
-            rows.append(
-                [
-                    *(index, block.first, block.num_elements, block.num_entries),
-                    *(block.num_exceptions, block.num_codes),
-                    *(reference.CODE_BYTES[block.form], block.code_bytes),
-                    *(block.chunks_at, block.places_at, block.values_at),
-                    *(block.exceptions_at, num_chunks, place, byte, 0),
-                ]
-            )
-            counts.append(-(-block.num_codes // CHUNK_CODES))
-            num_chunks += counts[-1]
-        # Made on the host, whatever device is the thread's default.
-        with torch.device("cpu"):
-            table = torch.tensor(rows)
-            owners = torch.arange(len(rows), dtype=torch.int32)
-            owners = owners.repeat_interleave(torch.tensor(counts))
-        on_device = (table.to(data.device), owners.to(data.device))
-        fault = kernels.decode_gaps(*on_device, data, places, bits, width, CHUNK_CODES)
-        faults.append(fault)
-    found = kernels.fault_of(faults)
-    reference.demand(found is None, *(found or (0, "")))
+    if data.data_ptr() % 8:
+        data = data.clone()
+    fault = torch.full((1,), kernels.NO_FAULT, dtype=torch.int64, device=data.device)
+    table = _table(rows, slots)
+    is_gaps = rows["form"] <= PlaceForm.GAPS16
+    for width in np.unique(rows["width"]).tolist():
+        own = rows["width"] == width
+        arguments = data, places, bits, fault, width
+        if (gaps := own & is_gaps).any():
+            chunks = -(-rows["num_codes"][gaps].astype(np.int64) // CHUNK_CODES)
+            on_device, owners = launch_table(table[gaps], 12, chunks, data.device)
+            kernels.decode_gaps(on_device, owners, *arguments, CHUNK_CODES)
+        if (others := own & ~is_gaps).any():
+            # One program for each block: they are few, or small.
+            kernels.decode_others(to_device(table[others], data.device), *arguments)
+    return fault
+
+
+def require_none(faults: Sequence[torch.Tensor]) -> None:
+    """Raise `Malformed` for the first part with a fault; the host waits once.
+
+    Args:
+        faults: of each part, what `decode_rows` returned.
+
+    """
+    from vllm.inflight.delta.triton_kernels import fault_of
+
+    for found in map(fault_of, torch.cat(list(faults)).tolist()):
+        reference.demand(found is None, *(found or (0, "")))
+
+
+def _table(rows: Rows, slots: Table) -> Table:
+    """The rows as the kernels read them."""
+    from vllm.inflight.delta.triton_kernels import COLUMNS
+
+    table = np.zeros((len(rows), COLUMNS), dtype=np.int64)
+    table[:, 0] = np.arange(len(rows))
+    names = ("first", "num_elements", "num_entries", "num_exceptions", "num_codes")
+    for column, name in enumerate(names, 1):
+        table[:, column] = rows[name]
+    # The bytes of a code of gaps are the number of the form; of other forms, the form.
+    table[:, 6], table[:, 7] = rows["form"], rows["code_bytes"]
+    for column, name in enumerate(
+        ("chunks_at", "places_at", "values_at", "exceptions_at"), 8
+    ):
+        table[:, column] = rows[name]
+    table[:, 13:15] = slots
+    return table
+
+
+def launch_table(
+    table: Table, column: int, counts: Table, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A table on the GPU, and the row of each program of a launch; int32.
+
+    Args:
+        table: its `column` gets the number of each row's first program.
+        column: of the first program.
+        counts: programs of each row.
+        device: the GPU.
+
+    """
+    table[:, column] = np.cumsum(counts) - counts
+    both = to_device(np.column_stack((table, counts)), device)
+    numbers = torch.arange(len(table), dtype=torch.int32, device=device)
+    owners = numbers.repeat_interleave(both[:, -1], output_size=int(counts.sum()))
+    return both[:, :-1].contiguous(), owners
+
+
+def to_device(table: Table, device: torch.device) -> torch.Tensor:
+    """A table on the GPU; the host does not wait for what the GPU does before."""
+    made = torch.from_numpy(np.ascontiguousarray(table, dtype=np.int64))
+    if device.type == "cpu":
+        return made
+    return made.pin_memory().to(device, non_blocking=True)

@@ -1,37 +1,95 @@
-"""Encoding on a GPU: a kernel finds what changed, and torch encodes it there."""
+"""Encoding on a GPU: kernels find what changed, and write the sections.
+
+The work is done for many tensors at once: the host waits for the GPU once for the
+number of changes of all blocks, and once for each batch of blocks, to choose their
+forms. The bytes are those of the host's encoder.
+"""
 
 from __future__ import annotations
 
-import copy
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from vllm.inflight.delta import reference
+from vllm.inflight.delta.decode import Numbers, before
+from vllm.inflight.delta.device_decode import launch_table, to_device
 from vllm.inflight.delta.part import (
     CHUNK_CODES,
     HEADER,
+    MAGIC,
     MAX_ELEMENTS,
-    Block,
+    ROW,
+    ROWS,
+    VERSION,
     Part,
+    PlaceForm,
+    Rows,
+    ValueForm,
     block_elements,
 )
-from vllm.inflight.ops import INTEGERS
+from vllm.inflight.delta.reference import CHUNK_BYTES
 
-MOST_ENTRIES = 4 * MAX_ELEMENTS
-"""Changes that are encoded at once: about 1.5 GB of GPU memory."""
+MOST_ENTRIES = 8 * MAX_ELEMENTS
+"""Changes that are encoded at once: about 0.7 GB of GPU memory."""
+
+SECTIONS = "chunks_at", "places_at", "values_at", "exceptions_at"
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""A tensor before and now: flat, of integers."""
+
+
+class Stretch(NamedTuple):
+    """A range of a tensor that is searched: old and new bits from `start` on."""
+
+    number: int
+    start: int
+    old: torch.Tensor
+    new: torch.Tensor
+
+
+@dataclass
+class _Encoded:
+    """Blocks of one batch that wait for their part."""
+
+    rows: Rows
+    """Their offsets are set in the part."""
+    sizes: Numbers
+    """[blocks, 4]: bytes of each section, with its padding."""
+    data: torch.Tensor
+    """All sections: first the chunks of all blocks, then the places, and so on."""
+    firsts: Numbers
+    """[blocks, 4]: offset of each section in `data`."""
+
+    @property
+    def num_bytes(self) -> Numbers:
+        """Of each block, its bytes in a part."""
+        return ROW.size + self.sizes.sum(1)
+
+    def split(self, num: int) -> tuple[_Encoded, _Encoded]:
+        """The first `num` blocks, and the others."""
+        return (
+            _Encoded(self.rows[:num], self.sizes[:num], self.data, self.firsts[:num]),
+            _Encoded(self.rows[num:], self.sizes[num:], self.data, self.firsts[num:]),
+        )
+
+    def section(self, kind: int) -> torch.Tensor:
+        """The sections of one kind, one after another."""
+        first = int(self.firsts[0, kind])
+        return self.data[first : first + int(self.sizes[:, kind].sum())]
 
 
 class DeviceCoder:
     """Encodes tensors of one GPU into parts on that GPU."""
 
-    blocks_at_once = 32
+    blocks_at_once = 4096
 
     def __init__(self, limit: int, values: int) -> None:
         self._limit, self._values = limit, values
-        self._waiting: deque[reference.EncodedBlock] = deque()
+        self._waiting: deque[_Encoded] = deque()
         self._num_bytes = 0
 
     @property
@@ -43,9 +101,17 @@ class DeviceCoder:
         self, number: int, start: int, old: torch.Tensor, new: torch.Tensor
     ) -> None:
         """Encode the changes between two flat tensors of integers from `start` on."""
-        from vllm.inflight.delta.triton_kernels import find
+        found = _Search([Stretch(number, start, old, new)], self._limit)
+        for _ in self._encode(found):
+            pass
 
-        self._encode(number, *find(old, new, start))
+    def add_all(
+        self, first: int, pairs: Sequence[Pair]
+    ) -> tuple[list[bool], Iterator[None]]:
+        """Encode the changes of several tensors; see `Coder.add_all`."""
+        found = _Search([Stretch(0, 0, *pair) for pair in pairs], self._limit)
+        found.number_from(first)
+        return found.has_changed.tolist(), self._encode(found)
 
     def add_places(
         self, number: int, places: torch.Tensor, old: torch.Tensor, new: torch.Tensor
@@ -55,202 +121,302 @@ class DeviceCoder:
             raise ValueError("a position is negative")
         if not bool((places[1:] > places[:-1]).all()):
             raise ValueError("positions must strictly increase")
-        self._encode(number, places, old, new)
+        width = new.element_size()
+        size = block_elements(self._limit, width)
+        block, counts = (places // size).unique_consecutive(return_counts=True)
+        blocks = _Blocks(
+            np.full(len(block), number),
+            np.full(len(block), width),
+            block.cpu().numpy() * size,
+            counts.cpu().numpy(),
+        )
+        # What is subtracted wraps in its own width, like everywhere.
+        entries = _Entries(
+            (places % size).to(torch.int32),
+            new.to(torch.int64),
+            (new - old).to(torch.int64),
+        )
+        for first, end in blocks.batches():
+            few = blocks.part(first, end)
+            start = int(blocks.counts[:first].sum())
+            self._keep(few, entries.part(start, start + int(few.counts.sum())))
 
-    def _encode(
-        self, number: int, places: torch.Tensor, old: torch.Tensor, new: torch.Tensor
-    ) -> None:
-        size = block_elements(self._limit, new.element_size())
-        start = 0
-        while start < len(places):
-            end = start + MOST_ENTRIES
-            if end < len(places):  # then at the border of a block
-                border = places[end] // size * size
-                end = int(torch.searchsorted(places, border))
-            own = slice(start, end)
-            blocks = encode_blocks(
-                number, places[own], old[own], new[own], size, self._values
-            )
-            for block in blocks:
-                self._waiting.append(block)
-                self._num_bytes += block.num_bytes
-            start = end
+    def _encode(self, found: _Search) -> Iterator[None]:
+        """Encode what a search has found, a batch at each step."""
+        for first, end in found.blocks.batches():
+            blocks = found.blocks.part(first, end)
+            self._keep(blocks, found.entries(first, end))
+            yield
+
+    def _keep(self, blocks: _Blocks, entries: _Entries) -> None:
+        encoded = _encoded(blocks, entries, self._values)
+        self._waiting.append(encoded)
+        self._num_bytes += int(encoded.num_bytes.sum())
 
     def take(self, limit: int) -> Part:
         """The first blocks that wait and fit into `limit` bytes, as a part."""
-        taken = [self._waiting.popleft()]
-        size = HEADER.size + taken[0].num_bytes
-        while self._waiting and size + self._waiting[0].num_bytes <= limit:
-            taken.append(self._waiting.popleft())
-            size += taken[-1].num_bytes
+        taken: list[_Encoded] = []
+        size, is_full = HEADER.size, False
+        while self._waiting and not is_full:
+            batch = self._waiting.popleft()
+            ends = size + np.cumsum(batch.num_bytes)
+            num = int(np.searchsorted(ends, limit, side="right"))
+            num = max(num, 0 if taken else 1)
+            is_full = num < len(batch.rows)
+            if num:
+                first, batch = batch.split(num)
+                taken.append(first)
+                size = int(ends[num - 1])
+            if is_full:
+                self._waiting.appendleft(batch)
         self._num_bytes -= size - HEADER.size
-        return reference.assemble(taken, taken[0].sections[0].device)
+        return _assembled(taken)
 
 
-def encode_blocks(
-    number: int,
-    places: torch.Tensor,
-    old_bits: torch.Tensor,
-    new_bits: torch.Tensor,
-    size: int,
-    values: int,
-) -> Iterator[reference.EncodedBlock]:
-    """Encode changes as `reference.encode_block` does, all blocks of gaps at once.
+class _Blocks(NamedTuple):
+    """Blocks with a change: a number for each in every column."""
 
-    The host waits for the GPU a few times, not a few times for each block.
+    numbers: Numbers
+    widths: Numbers
+    starts: Numbers
+    """The element of the tensor from which places are counted."""
+    counts: Numbers
+    """Changed elements."""
+
+    def part(self, first: int, end: int) -> _Blocks:
+        """The blocks from `first` to `end`."""
+        return _Blocks(*(column[first:end] for column in self))
+
+    def batches(self) -> Iterator[tuple[int, int]]:
+        """Ranges of blocks of at most `MOST_ENTRIES` changes, of one block at least."""
+        first, ends = 0, np.cumsum(self.counts)
+        while first < len(ends):
+            done = int(ends[first - 1]) if first else 0
+            end = int(np.searchsorted(ends, done + MOST_ENTRIES, side="right"))
+            end = max(end, first + 1)
+            yield first, end
+            first = end
+
+
+class _Entries(NamedTuple):
+    """Changed elements of a batch of blocks, on the GPU."""
+
+    places: torch.Tensor
+    """Counted from the start of the block; int32."""
+    new: torch.Tensor
+    """The new bits, as int64."""
+    differences: torch.Tensor
+    """New minus old bits, in the element's width; as int64."""
+
+    def part(self, first: int, end: int) -> _Entries:
+        """The entries from `first` to `end`."""
+        return _Entries(*(column[first:end] for column in self))
+
+
+class _Search:
+    """Counts the changes of all blocks of some tensors, then brings them.
+
+    A program compares `ELEMENTS_PER_PROGRAM` elements; a block has a whole number of
+    these.
 
     Args:
-        number: number of the tensor.
-        places: numbers of the changed elements, at least one.
-        old_bits: the elements before, as integers of their width.
-        new_bits: the elements now.
-        size: elements of a block.
+        stretches: of tensors of one device.
+        limit: bytes of a part.
+
+    """
+
+    def __init__(self, stretches: Sequence[Stretch], limit: int) -> None:
+        from vllm.inflight.delta import triton_kernels as kernels
+
+        per_program = kernels.ELEMENTS_PER_PROGRAM
+        columns = [
+            (s.number, s.start, s.old.numel(), s.old.element_size()) for s in stretches
+        ]
+        numbers, starts, sizes, widths = np.array(columns, dtype=np.int64).T
+        self._device = stretches[0].old.device
+        self._stretches = stretches  # their memory has to stay
+        of_width = {w: block_elements(limit, w) for w in np.unique(widths).tolist()}
+        per_block = np.array([of_width[width] for width in widths.tolist()])
+        num_programs = -(-sizes // per_program)
+        num_blocks = -(-sizes // per_block)
+        rows = np.zeros((len(stretches), kernels.SEARCH_COLUMNS), dtype=np.int64)
+        rows[:, :2] = [(s.old.data_ptr(), s.new.data_ptr()) for s in stretches]
+        rows[:, 2], rows[:, 4], rows[:, 5] = sizes, widths, per_block - 1
+        self._is_aligned = not (rows[:, :2] % 16).any()
+        self._widths = np.unique(widths[sizes > 0]).tolist()
+        self.has_changed = np.zeros(len(stretches), dtype=bool)
+        """Of each tensor, whether an element of it has changed."""
+        self._owner = np.repeat(np.arange(len(stretches)), num_blocks)
+        within = np.arange(len(self._owner)) - before(num_blocks)[self._owner]
+        self.blocks = _Blocks(
+            numbers[self._owner],
+            widths[self._owner],
+            starts[self._owner] + within * per_block[self._owner],
+            np.zeros(len(self._owner), dtype=np.int64),
+        )
+        if not len(self._owner):
+            return
+        self._rows, self._owners = launch_table(rows, 3, num_programs, self._device)
+        last = np.minimum(
+            (within + 1) * (per_block[self._owner] // per_program),
+            num_programs[self._owner],
+        )
+        # The programs of each block end here.
+        ends = before(num_programs)[self._owner] + last
+        counts = torch.zeros(
+            int(num_programs.sum()), dtype=torch.int32, device=self._device
+        )
+        for width in self._widths:
+            kernels.count(
+                self._rows, self._owners, counts, width, is_aligned=self._is_aligned
+            )
+        sums = counts.cumsum(0)
+        self._firsts = sums - counts
+        entries = sums[to_device(ends - 1, self._device)].cpu().numpy()
+        is_changed = np.diff(entries, prepend=0) > 0
+        self._programs = np.stack((np.concatenate(([0], ends[:-1])), ends), 1)[
+            is_changed
+        ]
+        self.blocks = _Blocks(*(column[is_changed] for column in self.blocks))._replace(
+            counts=np.diff(entries, prepend=0)[is_changed]
+        )
+        self._owner = self._owner[is_changed]
+        self.has_changed[self._owner] = True
+
+    def number_from(self, first: int) -> None:
+        """Number the tensors that have changed from `first` on."""
+        numbers = first + np.cumsum(self.has_changed) - 1
+        self.blocks = self.blocks._replace(numbers=numbers[self._owner])
+
+    def entries(self, first: int, end: int) -> _Entries:
+        """The changes of the blocks from `first` to `end`."""
+        from vllm.inflight.delta import triton_kernels as kernels
+
+        num = int(self.blocks.counts[first:end].sum())
+        place, *bits = (
+            torch.empty(num, dtype=dtype, device=self._device)
+            for dtype in (torch.int32, torch.int64, torch.int64)
+        )
+        programs = int(self._programs[first, 0]), int(self._programs[end - 1, 1])
+        entries = _Entries(place, *bits)
+        for width in self._widths:
+            kernels.compact(
+                *(self._rows, self._owners, self._firsts, programs, entries, width),
+                is_aligned=self._is_aligned,
+            )
+        return entries
+
+
+def _encoded(blocks: _Blocks, entries: _Entries, values: int) -> _Encoded:
+    """The blocks of one batch, encoded; `values` is a `ValueForm`, or 0."""
+    from vllm.inflight.delta import triton_kernels as kernels
+
+    device = entries.places.device
+    table = np.zeros((len(blocks.counts), kernels.ENCODE_COLUMNS), dtype=np.int64)
+    starts = table[:, 0] = before(blocks.counts)
+    table[:, 1], table[:, 3] = blocks.counts, blocks.widths
+    num_programs = -(-blocks.counts // kernels.ENTRIES_PER_STEP)
+    on_device, owners = launch_table(table, 2, num_programs, device)
+    sums = torch.empty(len(owners), kernels.MEASURES, dtype=torch.int64, device=device)
+    kernels.measure(on_device, owners, entries, sums)
+    sums = sums.cumsum(0)
+    ends = np.cumsum(num_programs) - 1
+    borders = to_device(np.stack((ends, starts, starts + blocks.counts - 1)), device)
+    columns = [sums[borders[0]], entries.places[borders[1:]].t().to(torch.int64)]
+    found = torch.cat(columns, 1).cpu().numpy()
+    measures = np.diff(found[:, : kernels.MEASURES], axis=0, prepend=0)
+    first, last = found[:, kernels.MEASURES], found[:, kernels.MEASURES + 1]
+
+    rows = np.zeros(len(blocks.counts), dtype=ROWS)
+    rows["number"], rows["width"] = blocks.numbers, blocks.widths
+    rows["first"], rows["num_elements"] = blocks.starts + first, last - first + 1
+    rows["num_entries"] = blocks.counts
+    _choose_values(rows, measures[:, 3:], values)
+    _choose_places(rows, measures[:, :3])
+    sizes = -(-_section_bytes(rows) // 8) * 8
+    firsts = before(sizes.T.reshape(-1)).reshape(4, -1).T
+    data = torch.zeros(int(sizes.sum()), dtype=torch.uint8, device=device)
+    table[:, 4], table[:, 5] = rows["form"], rows["code_bytes"]
+    table[:, 6], table[:, 8:12] = first, firsts
+    kernels.encode(to_device(table, device), owners, entries, sums, data)
+    return _Encoded(rows, sizes, data, firsts)
+
+
+def _choose_values(rows: Rows, escapes: Numbers, values: int) -> None:
+    """Set the form of the values of each row; of equal ones, the first.
+
+    Args:
+        rows: get it.
+        escapes: [rows, 2]: differences that have no code of 1 byte, of 2 bytes.
         values: a `ValueForm`, or 0 for the smaller one.
 
     """
-    entries = _Entries(places, old_bits, new_bits, size)
-    blocks = entries.rows(number, values)
-    gaps = {form: entries.gap_codes(form, blocks) for form in reference.CODE_BYTES}
-    differences = {
-        code_bytes: entries.difference_codes(code_bytes)
-        for code_bytes in entries.escapes
-        if any(row.code_bytes == code_bytes for row, _ in blocks)
-    }
-    for row, start in blocks:
-        own = slice(start.entry, start.entry + row.num_entries)
-        if row.form not in reference.CODE_BYTES:
-            bits = old_bits[own], new_bits[own]
-            yield reference.encode_block(number, places[own], *bits, values)
-            continue
-        codes, exceptions = new_bits[own], new_bits[:0]
-        if row.code_bytes:
-            all_codes, all_exceptions = differences[row.code_bytes]
-            first = start.exception[row.code_bytes]
-            codes = all_codes[own]
-            exceptions = all_exceptions[first : first + row.num_exceptions]
-        chunks, place_codes = gaps[row.form]
-        code = start.code[reference.CODE_BYTES[row.form]]
-        place_codes = place_codes[code : code + row.num_codes]
-        chunk = start.chunk[reference.CODE_BYTES[row.form]]
-        chunks = chunks[chunk : chunk + -(-row.num_codes // CHUNK_CODES)].reshape(-1)
-        sections = chunks, place_codes, codes, exceptions
-        one, two, three, four = map(reference.as_bytes, sections)
-        yield reference.EncodedBlock(row, (one, two, three, four))
-
-
-@dataclass
-class _Start:
-    """The first entry, code, chunk and exception of a block among those of all blocks.
-
-    Codes, chunks and exceptions are counted as if every block had them, by the bytes
-    of a code.
-    """
-
-    entry: int
-    code: dict[int, int]
-    chunk: dict[int, int]
-    exception: dict[int, int]
-
-
-Blocks = list[tuple[Block, _Start]]
-
-
-class _Entries:
-    """The changed elements of several blocks, and what the forms cost each block."""
-
-    def __init__(
-        self, places: torch.Tensor, old: torch.Tensor, new: torch.Tensor, size: int
-    ) -> None:
-        self.width, num = new.element_size(), len(places)
-        _, self.counts = (places // size).unique_consecutive(return_counts=True)
-        self.ends = self.counts.cumsum(0)
-        starts = self.ends - self.counts
-        self.first, self.last = places[starts], places[self.ends - 1]
-        self.inside = places - self.first.repeat_interleave(
-            self.counts, output_size=num
+    num, width = (rows[name].astype(np.int64) for name in ("num_entries", "width"))
+    never = np.iinfo(np.int64).max
+    sizes = np.stack(
+        (
+            num * width,
+            num + escapes[:, 0] * width,
+            np.where(width >= 4, 2 * num + escapes[:, 1] * width, never),
         )
-        before = torch.cat((self.inside[:1], self.inside[:-1]))
-        before[starts] = -1
-        self.gaps = self.inside - before - 1
-        self.difference = new - old  # wraps
-        self.zigzag = reference.zigzag_codes(self.difference)
-        self.escapes = {
-            code_bytes: reference.escapes_of(self.zigzag, code_bytes)
-            for code_bytes in reference.code_widths(self.width)
-        }
+    )
+    if values == ValueForm.DIFFERENCE:
+        sizes[0] = never
+    elif values == ValueForm.RAW:
+        sizes[1:] = never
+    code_bytes = sizes.argmin(0)
+    has_codes = code_bytes > 0
+    rows["values"] = np.where(has_codes, ValueForm.DIFFERENCE, ValueForm.RAW)
+    rows["code_bytes"] = code_bytes
+    chosen = escapes[np.arange(len(rows)), np.maximum(code_bytes - 1, 0)]
+    rows["num_exceptions"] = np.where(has_codes, chosen, 0)
 
-    def rows(self, number: int, values: int) -> Blocks:
-        """The rows of all blocks, in the forms that cost the least."""
-        columns = [self.first, self.last, self.counts, self._of_blocks(self.gaps > 0)]
-        columns += [self._of_blocks(self.gaps // most) for most in (0xFF, 0xFFFF)]
-        columns += [self._of_blocks(each) for each in self.escapes.values()]
-        blocks: Blocks = []
-        next_one = _Start(0, {1: 0, 2: 0}, {1: 0, 2: 0}, {1: 0, 2: 0})
-        table: list[list[int]] = torch.stack(columns, 1).tolist()
-        for first, last, count, later_runs, most8, most16, *escapes in table:
-            codes, size = {1: count + most8, 2: count + most16}, last - first + 1
-            form, code_bytes = reference.choose_values(
-                self.width, count, escapes, values
-            )
-            place_form, num_codes = reference.choose_places(
-                count, size, codes[1], codes[2], later_runs + 1
-            )
-            exceptions = escapes[code_bytes - 1] if code_bytes else 0
-            row = Block(
-                *(number, self.width, place_form, form, code_bytes, first, size),
-                *(count, exceptions, num_codes, 0, 0, 0, 0),
-            )
-            blocks.append((row, copy.deepcopy(next_one)))
-            next_one.entry += count
-            for each in (1, 2):
-                next_one.code[each] += codes[each]
-                if reference.CODE_BYTES.get(place_form) == each:
-                    next_one.chunk[each] += -(-num_codes // CHUNK_CODES)
-            for each, num in enumerate(escapes, 1):
-                next_one.exception[each] += num
-        return blocks
 
-    def _of_blocks(self, per_entry: torch.Tensor) -> torch.Tensor:
-        """The sum of each block."""
-        sums = per_entry.cumsum(0)[self.ends - 1]
-        return sums.diff(prepend=sums.new_zeros(1))
+def _choose_places(rows: Rows, measures: Numbers) -> None:
+    """Set the form of the places of each row; of equal ones, the first.
 
-    def difference_codes(self, code_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The codes of all differences, and the exceptions."""
-        escapes = self.escapes[code_bytes]
-        codes = self.zigzag.masked_fill(escapes, -1).to(INTEGERS[code_bytes])
-        return codes, self.difference[escapes]
+    Args:
+        rows: get it.
+        measures: [rows, 3]: runs but the first, codes that are no places in `gaps8`
+            and in `gaps16`.
 
-    def gap_codes(self, form: int, blocks: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
-        """The chunks of the blocks of this form, and the codes of all blocks.
+    """
+    num = rows["num_entries"].astype(np.int64)
+    later_runs, most8, most16 = measures.T
+    codes = np.stack((num + most8, num + most16, np.zeros_like(num), 1 + later_runs))
+    forms = np.arange(PlaceForm.GAPS8, PlaceForm.WHOLE)
+    each = np.repeat(rows[None], len(forms), 0)
+    each["form"], each["num_codes"] = forms[:, None], codes
+    sizes = _section_bytes(each.reshape(-1))[:, :2].sum(1).reshape(codes.shape)
+    chosen = sizes.argmin(0)
+    is_whole = num == rows["num_elements"]
+    rows["form"] = np.where(is_whole, PlaceForm.WHOLE, forms[chosen])
+    rows["num_codes"] = np.where(is_whole, 0, codes[chosen, np.arange(len(rows))])
 
-        Of a chunk: position, entries, exceptions before it; int32.
-        """
-        code_bytes = reference.CODE_BYTES[form]
-        most, integers = (1 << 8 * code_bytes) - 1, INTEGERS[code_bytes]
-        states = [
-            (start.code[code_bytes] + code, code, start.entry, row.code_bytes)
-            for row, start in blocks
-            if row.form == form
-            for code in range(0, row.num_codes, CHUNK_CODES)
-        ]
-        if not states:
-            return self.inside[:0], self.inside[:0]
-        at = (self.gaps // most + 1).cumsum(0) - 1
-        codes = torch.full((int(at[-1]) + 1,), -1, dtype=integers, device=at.device)
-        codes[at] = (self.gaps % most).to(integers)
-        table = torch.tensor(states, device="cpu").to(at.device)
-        code, code_in_block, first_entry, value_bytes = table.t().contiguous()
-        entries = torch.searchsorted(at, code)
-        last = (entries - 1).clamp(min=0)
-        # After the last place, every code is a maximal one.
-        position = self.inside[last] + 1 + most * (code - at[last] - 1)
-        begun = entries > first_entry
-        position = torch.where(begun, position, most * code_in_block)
-        exceptions = torch.zeros_like(position)
-        for each, escapes in self.escapes.items():
-            sums = torch.cat((entries.new_zeros(1), escapes.cumsum(0)))
-            between = sums[entries] - sums[first_entry]
-            exceptions = torch.where(value_bytes == each, between, exceptions)
-        chunks = torch.stack((position, entries - first_entry, exceptions), 1)
-        return chunks.to(torch.int32), codes
+
+def _section_bytes(rows: Rows) -> Numbers:
+    """[rows, 4]: bytes of each section, as of `reference.section_bytes`."""
+    names = "form", "num_elements", "num_codes", "num_entries", "num_exceptions"
+    form, size, codes, num, exceptions = (rows[n].astype(np.int64) for n in names)
+    width = rows["width"].astype(np.int64)
+    gap_bytes = np.where(form <= PlaceForm.GAPS16, form, 0)
+    chunks = CHUNK_BYTES * np.where(gap_bytes > 0, -(-codes // CHUNK_CODES), 0)
+    places = gap_bytes * codes
+    places = np.where(form == PlaceForm.BITMAP, -(-size // 8), places)
+    places = np.where(form == PlaceForm.RUNS, 8 * codes, places)
+    value = np.where(rows["values"] == ValueForm.RAW, width, rows["code_bytes"])
+    return np.stack((chunks, places, value * num, width * exceptions), 1)
+
+
+def _assembled(taken: Sequence[_Encoded]) -> Part:
+    """A part of these blocks."""
+    rows = np.concatenate([batch.rows for batch in taken])
+    sizes = np.concatenate([batch.sizes for batch in taken])
+    offsets = before(sizes.T.reshape(-1)).reshape(4, -1)
+    for name, column in zip(SECTIONS, offsets, strict=True):
+        rows[name] = column
+    size = int(sizes.sum())
+    header = HEADER.pack(MAGIC, VERSION, 0, len(rows), 0, size, size)
+    data = torch.cat([batch.section(kind) for kind in range(4) for batch in taken])
+    table = torch.frombuffer(bytearray(header + rows.tobytes()), dtype=torch.uint8)
+    return Part(table.to(data.device), data)

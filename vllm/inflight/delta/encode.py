@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -15,6 +15,9 @@ MAX_PART_BYTES = 32 << 20
 """Most bytes of a part, unless a caller sets another limit."""
 LEAST_PART_BYTES = 64 << 10
 """A smaller limit would leave no room for a block of a useful size."""
+
+MOST_PLACE = 1 << 63
+"""More than the number of any element."""
 
 VALUES = {"auto": 0, "raw": int(ValueForm.RAW), "difference": int(ValueForm.DIFFERENCE)}
 """What a caller asks for -> what the coders call it."""
@@ -89,6 +92,8 @@ class Encoder:
         self.has_changed = False
         """Whether the tensor that was added last has a changed element. If it has none,
         the next tensor may have its number."""
+        self.have_changed: list[bool] = []
+        """The same of each tensor of the last call of `add_all`."""
 
     def add(self, number: int, old: torch.Tensor, new: torch.Tensor) -> Iterator[Part]:
         """Encode the changes of one tensor.
@@ -117,6 +122,43 @@ class Encoder:
             yield from self._full()
         if not self.has_changed:
             self._last = (number, -1)
+
+    def add_all(
+        self, first: int, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> Iterator[Part]:
+        """Encode the changes of several tensors of one device.
+
+        A tensor without a change gets no number; the others are numbered from `first`
+        on. On a GPU this takes a few waits in all, and not a few for each tensor.
+
+        Args:
+            first: number of the first tensor that has changed.
+            pairs: each tensor before and now, as in `add`.
+
+        Yields:
+            Parts that are full.
+
+        """
+        self.have_changed = []
+        flat = [_pair(*pair) for pair in pairs]
+        devices = {before.device for before, _ in flat}
+        if len(devices) > 1:
+            raise ValueError("the tensors of one call have to be on one device")
+        if all(device.type == "cpu" for device in devices):
+            for before, now in flat:
+                yield from self.add(first + sum(self.have_changed), before, now)
+                self.have_changed.append(self.has_changed)
+            return
+        from vllm.inflight.delta.device_encode import DeviceCoder
+
+        self._advance(first, 0, -1)
+        yield from self._on(devices.pop())
+        assert isinstance(self._coder, DeviceCoder)
+        self.have_changed, steps = self._coder.add_all(first, flat)
+        if num := sum(self.have_changed):
+            self._last = (first + num - 1, MOST_PLACE)
+        for _ in steps:
+            yield from self._full()
 
     def add_places(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import tempfile
 from collections.abc import Iterable, Mapping
 from io import BufferedReader
 from pathlib import Path
@@ -45,12 +46,25 @@ def save(
         header[_name(number)] = entry
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    partial = Path(f"{os.fspath(path)}.partial")
-    with partial.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for tensor in tensors:
-            file.write(tensor.cpu().numpy().data)
-    os.replace(partial, path)
+    whole = Path(path)
+    handle, name = tempfile.mkstemp(prefix=f".{whole.name}.", dir=whole.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            os.fchmod(handle, 0o666 & ~_umask())
+            file.write(struct.pack("<Q", len(text)) + text)
+            for tensor in tensors:
+                file.write(tensor.cpu().numpy().data)
+        os.replace(name, whole)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _umask() -> int:
+    """The bits that new files do not get; a temporary file gets none of them."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def load(path: str | os.PathLike[str]) -> tuple[list[Part], dict[str, str]]:

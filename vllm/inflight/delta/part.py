@@ -12,7 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vllm.inflight.delta import compression
 from vllm.inflight.errors import Malformed
@@ -24,6 +26,20 @@ HEADER = struct.Struct("<8sIIIIQQ")
 `data` as it is."""
 ROW = struct.Struct("<IBBBBQIIIIQQQQ")
 """The fields of `Block`, in their order."""
+
+ROWS = np.dtype(
+    [
+        *(("number", "<u4"), ("width", "u1"), ("form", "u1"), ("values", "u1")),
+        *(("code_bytes", "u1"), ("first", "<u8"), ("num_elements", "<u4")),
+        *(("num_entries", "<u4"), ("num_exceptions", "<u4"), ("num_codes", "<u4")),
+        *(("chunks_at", "<u8"), ("places_at", "<u8"), ("values_at", "<u8")),
+        ("exceptions_at", "<u8"),
+    ]
+)
+"""The same row in an array of numpy, which needs no step of Python for each row."""
+
+Rows = NDArray[np.void]
+"""Rows of a table, as `ROWS`."""
 
 MAX_ELEMENTS = 1 << 22
 """Most elements of a block."""
@@ -104,11 +120,19 @@ class Part:
                 raise Malformed(f"the {name} of a part of a delta is no flat uint8")
         self.table, self.data = table.contiguous(), data.contiguous()
         self._checked: torch.Tensor | None = None
+        self._on_host: torch.Tensor | None = None
+        """A copy of the table for the next check, which nobody else can change."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the part, as it travels."""
         return self.table.numel() + self.data.numel()
+
+    def on(self, device: torch.device) -> Part:
+        """The part with its data on a device, where it is decoded."""
+        moved = Part(self.table, self.data.to(device))
+        moved._on_host = self._on_host
+        return moved
 
     def check(self, num_elements: Sequence[int], widths: Sequence[int]) -> None:
         """Check the table; `decode` checks the data that it describes.
@@ -121,8 +145,9 @@ class Part:
             Malformed: the message names the row, and what is wrong with it.
 
         """
-        # A copy: nobody else can change it after the check.
-        table = self.table.to("cpu", copy=True)
+        bring_tables([self])
+        table, self._on_host = self._on_host, None
+        assert table is not None
         counts = array("Q", num_elements)
         kinds = array("B", widths)
         if len(counts) != len(kinds):
@@ -143,9 +168,14 @@ class Part:
         return self._checked
 
     def blocks(self) -> list[Block]:
-        """The rows of the table, which was checked."""
+        """The rows of the table, which was checked, one by one."""
         rows = self.checked_table.numpy().data[HEADER.size :]
         return [Block(*row) for row in ROW.iter_unpack(rows)]
+
+    @property
+    def rows(self) -> Rows:
+        """The rows of the table, which was checked."""
+        return self.checked_table.numpy()[HEADER.size :].view(ROWS)
 
     def plain_data(self) -> torch.Tensor:
         """The data, without its compression."""
@@ -155,6 +185,22 @@ class Part:
             return self.data
         plain = compression.decompress(self.data.cpu(), plain_bytes)
         return plain.to(self.data.device)
+
+
+def bring_tables(parts: Sequence[Part]) -> None:
+    """Copy the tables of these parts to the host, where they are checked next.
+
+    Tables of one GPU come in one copy, so the host waits once.
+    """
+    missing: dict[torch.device, list[Part]] = {}
+    for part in parts:
+        if part._on_host is None:
+            missing.setdefault(part.table.device, []).append(part)
+    for some in missing.values():
+        tables = torch.cat([part.table for part in some]).cpu()
+        sizes = [part.table.numel() for part in some]
+        for part, table in zip(some, tables.split(sizes), strict=True):
+            part._on_host = table
 
 
 def block_elements(limit: int, width: int) -> int:

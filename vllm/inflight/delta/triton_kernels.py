@@ -1,18 +1,28 @@
-"""Finding changes and decoding gaps on a GPU, by docs/delta-format.md."""
+"""Finding, encoding and decoding changes on a GPU, by docs/delta-format.md."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
+from vllm.inflight.delta.part import CHUNK_CODES
+
 ELEMENTS_PER_PROGRAM = 4096
 """Elements that a program compares."""
 
 COLUMNS = 16
-"""int64 values of a row of `decode_gaps`."""
+"""int64 values of a row of `decode_gaps` and `decode_others`."""
+
+SEARCH_COLUMNS = 6
+"""int64 values of a row of `count` and `compact`."""
+
+ENCODE_COLUMNS = 12
+"""int64 values of a row of `measure` and `encode`."""
+
+MEASURES = 5
+"""Sums of `measure`: runs but the first; codes of gaps that are no places, of 1 byte
+and of 2; differences without a code, of 1 byte and of 2."""
 
 NO_FAULT = (1 << 63) - 1
 FAULTS = (
@@ -21,43 +31,276 @@ FAULTS = (
     "the table of chunks does not fit the codes",
     "fewer or more places than entries",
     "the codes of differences have another number of exceptions",
+    "a run is empty",
+    "a run is not behind the run before it",
 )
 """What is wrong, by its number; of several faults of a row the first one is told."""
 
 NUM_FAULTS = 8
+ENTRIES_PER_STEP = 1024
+"""Entries that a program encodes; entries, bits or runs that a program of
+`decode_others` takes at once."""
+SHORT_RUN = 64
+"""Elements of a run that is written side by side with others."""
 INTEGERS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
 # No argument is specialised, because compiling holds the interpreter's lock. The kernel
 # that was compiled at start-up has to fit every tensor.
-@triton.jit(
-    do_not_specialize=["num"],
-    do_not_specialize_on_alignment=["old", "new", "counts"],
-)
-def _count(old, new, counts, num, BLOCK: tl.constexpr):
+@triton.jit
+def _compared(
+    row,
+    program,
+    WIDTH: tl.constexpr,
+    INTEGER: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The elements that a program compares, before and now; whether each differs; and
+    whether they have this width."""
+    old = tl.load(row).to(tl.pointer_type(INTEGER))
+    new = tl.load(row + 1).to(tl.pointer_type(INTEGER))
+    width = tl.load(row + 4)
+    num = tl.where(width == WIDTH, tl.load(row + 2), 0)
+    first = (program - tl.load(row + 3)) * BLOCK
+    at = first + tl.arange(0, BLOCK)
+    # Without a mask, many elements are read by one instruction.
+    old += at
+    new += at
+    if ALIGNED:
+        old = tl.multiple_of(tl.max_contiguous(old, BLOCK), 16)
+        new = tl.multiple_of(tl.max_contiguous(new, BLOCK), 16)
+    if first + BLOCK <= num:
+        before = tl.load(old)
+        now = tl.load(new)
+    else:
+        before = tl.load(old, mask=at < num, other=0)
+        now = tl.load(new, mask=at < num, other=0)
+    return at, before, now, before != now, width == WIDTH
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows", "owners", "counts"])
+def _count(
+    rows,
+    owners,
+    counts,
+    WIDTH: tl.constexpr,
+    INTEGER: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     program = tl.program_id(0).to(tl.int64)
-    at = program * BLOCK + tl.arange(0, BLOCK)
-    inside = at < num
-    before = tl.load(old + at, mask=inside, other=0)
-    now = tl.load(new + at, mask=inside, other=0)
-    tl.store(counts + program, tl.sum((before != now).to(tl.int32), 0))
+    row = rows + tl.load(owners + program).to(tl.int64) * 6
+    _, _, _, differs, is_own = _compared(row, program, WIDTH, INTEGER, ALIGNED, BLOCK)
+    tl.store(counts + program, tl.sum(differs.to(tl.int32), 0), mask=is_own)
 
 
 @triton.jit(
-    do_not_specialize=["num", "start"],
-    do_not_specialize_on_alignment=["old", "new", "firsts", "places", "olds", "news"],
+    do_not_specialize=["first_program"],
+    do_not_specialize_on_alignment=[
+        *("rows", "owners", "firsts", "places", "news", "differences")
+    ],
 )
-def _compact(old, new, firsts, places, olds, news, num, start, BLOCK: tl.constexpr):
+def _compact(
+    rows,
+    owners,
+    firsts,
+    places,
+    news,
+    differences,
+    first_program,
+    WIDTH: tl.constexpr,
+    INTEGER: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64) + first_program
+    row = rows + tl.load(owners + program).to(tl.int64) * 6
+    at, before, now, differs, _ = _compared(
+        row, program, WIDTH, INTEGER, ALIGNED, BLOCK
+    )
+    to = tl.load(firsts + program) - tl.load(firsts + first_program)
+    to += tl.cumsum(differs.to(tl.int32), 0) - 1
+    tl.store(places + to, (at & tl.load(row + 5)).to(tl.int32), mask=differs)
+    tl.store(news + to, now.to(tl.int64), mask=differs)
+    # The difference wraps in the element's width.
+    difference = (now - before).to(INTEGER)
+    tl.store(differences + to, difference.to(tl.int64), mask=differs)
+
+
+@triton.jit
+def _entries_of(row, program, places, differences, LANES: tl.constexpr):
+    """Entries of a program: their numbers in the block, places, gaps and zigzags."""
+    entry = (program - tl.load(row + 2)) * LANES + tl.arange(0, LANES)
+    inside = entry < tl.load(row + 1)
+    at = tl.load(row) + entry
+    place = tl.load(places + at, mask=inside, other=0).to(tl.int64)
+    is_later = inside & (entry > 0)
+    place_before = tl.load(places + at - 1, mask=is_later, other=0).to(tl.int64)
+    gap = tl.where(is_later, place - place_before - 1, 0)
+    difference = tl.load(differences + at, mask=inside, other=0)
+    zigzag = (difference << 1) ^ (difference >> 63)
+    return entry, inside, at, place, gap, difference, zigzag
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=["rows", "owners", "places", "differences", "sums"]
+)
+def _measure(rows, owners, places, differences, sums, LANES: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
-    at = program * BLOCK + tl.arange(0, BLOCK)
-    inside = at < num
-    before = tl.load(old + at, mask=inside, other=0)
-    now = tl.load(new + at, mask=inside, other=0)
-    differs = before != now
-    to = tl.load(firsts + program) + tl.cumsum(differs.to(tl.int32), 0) - 1
-    tl.store(places + to, at + start, mask=differs)
-    tl.store(olds + to, before, mask=differs)
-    tl.store(news + to, now, mask=differs)
+    row = rows + tl.load(owners + program).to(tl.int64) * 12
+    _, inside, _, _, gap, _, zigzag = _entries_of(
+        row, program, places, differences, LANES
+    )
+    escapes1 = inside & ((zigzag < 0) | (zigzag >= 0xFF))
+    escapes2 = inside & ((zigzag < 0) | (zigzag >= 0xFFFF))
+    to = sums + program * 5
+    tl.store(to, tl.sum((gap > 0).to(tl.int64), 0))
+    tl.store(to + 1, tl.sum(gap // 0xFF, 0))
+    tl.store(to + 2, tl.sum(gap // 0xFFFF, 0))
+    tl.store(to + 3, tl.sum(escapes1.to(tl.int64), 0))
+    tl.store(to + 4, tl.sum(escapes2.to(tl.int64), 0))
+
+
+@triton.jit
+def _sum_before(sums, column, program, first_program):
+    """The sum of a column over the programs of the same block before this one."""
+    end = tl.load(sums + (program - 1) * 5 + column, mask=program > 0, other=0)
+    start = tl.load(
+        sums + (first_program - 1) * 5 + column, mask=first_program > 0, other=0
+    )
+    return end - start
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        *("rows", "owners", "places", "news", "differences", "sums", "data")
+    ]
+)
+def _encode(
+    rows,
+    owners,
+    places,
+    news,
+    differences,
+    sums,
+    data,
+    LANES: tl.constexpr,
+    CODES: tl.constexpr,
+):
+    program = tl.program_id(0).to(tl.int64)
+    row = rows + tl.load(owners + program).to(tl.int64) * 12
+    entry, inside, at, place, gap, difference, zigzag = _entries_of(
+        row, program, places, differences, LANES
+    )
+    num = tl.load(row + 1)
+    first_program = tl.load(row + 2)
+    width = tl.load(row + 3)
+    form = tl.load(row + 4)
+    code_bytes = tl.load(row + 5)
+    # One for each lane, because masks are combined with them.
+    lanes = tl.zeros((LANES,), tl.int64)
+    place -= tl.load(row + 6)
+    chunks = (data + tl.load(row + 8)).to(tl.pointer_type(tl.int32))
+    section = data + tl.load(row + 9)
+    values = data + tl.load(row + 10)
+    exceptions = data + tl.load(row + 11)
+
+    # Values: new bits, or codes and the exceptions among them.
+    has_codes = lanes + code_bytes > 0
+    is_escape = (zigzag < 0) | (zigzag >= (1 << (8 * code_bytes)) - 1)
+    is_escape = is_escape & inside & has_codes
+    escapes = _sum_before(sums, code_bytes + 2, program, first_program)
+    escapes = tl.where(code_bytes > 0, escapes, 0)
+    exception = escapes + tl.cumsum(is_escape.to(tl.int64), 0) - 1
+    escapes_before = exception + 1 - is_escape.to(tl.int64)
+    new = tl.load(news + at, mask=inside, other=0)
+    value = tl.where(is_escape, -1, zigzag)
+    value = tl.where(has_codes, value, new)
+    size = lanes + tl.where(code_bytes > 0, code_bytes, width)
+    for byte in tl.static_range(8):
+        bits = ((value >> (8 * byte)) & 0xFF).to(tl.uint8)
+        tl.store(values + entry * size + byte, bits, mask=inside & (size > byte))
+        bits = ((difference >> (8 * byte)) & 0xFF).to(tl.uint8)
+        is_own = is_escape & (lanes + width > byte)
+        tl.store(exceptions + exception * width + byte, bits, mask=is_own)
+
+    if form <= 2:
+        # Each entry writes its maximal codes, then the code of its place.
+        most = tl.where(form == 2, 0xFFFF, 0xFF)
+        maximal = gap // most
+        rest = gap % most
+        code = entry + tl.cumsum(maximal, 0) - maximal
+        code += _sum_before(sums, form, program, first_program)
+        for step in range(0, tl.max(maximal, 0) + 1):
+            is_code = inside & (step <= maximal)
+            word = tl.where(step < maximal, most, rest)
+            to = code + step
+            tl.store(section + to * form, (word & 0xFF).to(tl.uint8), mask=is_code)
+            tl.store(
+                section + to * form + 1,
+                (word >> 8).to(tl.uint8),
+                mask=is_code & (lanes + form == 2),
+            )
+            is_first = is_code & (to % CODES == 0)
+            state = chunks + to // CODES * 3
+            position = place - gap + step * most
+            tl.store(state, position.to(tl.int32), mask=is_first)
+            tl.store(state + 1, entry.to(tl.int32), mask=is_first)
+            tl.store(state + 2, escapes_before.to(tl.int32), mask=is_first)
+    elif form == 3:
+        words = section.to(tl.pointer_type(tl.int32))
+        bit = (tl.full((LANES,), 1, tl.int64) << (place % 32)).to(tl.int32)
+        tl.atomic_or(words + place // 32, bit, mask=inside)
+    elif form == 4:
+        words = section.to(tl.pointer_type(tl.int32))
+        is_later = inside & (gap > 0)
+        is_start = is_later | (inside & (entry == 0))
+        run = tl.cumsum(is_later.to(tl.int64), 0)
+        run += _sum_before(sums, 0, program, first_program)
+        tl.store(words + 2 * run, place.to(tl.int32), mask=is_start)
+        # The length of a run is where the next one starts, minus where it starts.
+        number = entry.to(tl.int32)
+        tl.atomic_add(words + 2 * run - 1, number, mask=is_later)
+        tl.atomic_add(words + 2 * run + 1, -number, mask=is_start)
+        is_last = inside & (entry == num - 1)
+        tl.atomic_add(words + 2 * run + 1, number + 1, mask=is_last)
+
+
+@triton.jit
+def _values(
+    values,
+    exceptions,
+    entry,
+    is_sound,
+    escapes,
+    num_exceptions,
+    code_bytes,
+    INTEGER: tl.constexpr,
+):
+    """The bits of these entries, and which of them are exceptions.
+
+    `escapes` is the number of exceptions before them. `code_bytes` has a lane for each.
+    """
+    is_raw = code_bytes == 0
+    raw = tl.load(
+        values.to(tl.pointer_type(INTEGER)) + entry, mask=is_sound & is_raw, other=0
+    )
+    coded = values + entry * code_bytes
+    is_coded = is_sound & (code_bytes > 0)
+    value = tl.load(coded, mask=is_coded, other=0).to(tl.int64)
+    is_wide = is_coded & (code_bytes == 2)
+    value += tl.load(coded + 1, mask=is_wide, other=0).to(tl.int64) << 8
+    is_escape = is_coded & (value == tl.where(code_bytes == 2, 0xFFFF, 0xFF))
+    exception = escapes + tl.cumsum(is_escape.to(tl.int64), 0) - 1
+    wide = tl.load(
+        exceptions.to(tl.pointer_type(INTEGER)) + exception,
+        mask=is_escape & (exception < num_exceptions),
+        other=0,
+    )
+    difference = ((value >> 1) ^ (0 - (value & 1))).to(INTEGER)
+    difference = tl.where(is_escape, wide, difference)
+    return tl.where(is_raw, raw, difference), is_escape
 
 
 @triton.jit(
@@ -105,35 +348,25 @@ def _decode_gaps(
     # Only these are read and written, so that no code leads out of the buffers.
     is_sound = is_place & (place < num_elements) & (entry < num_entries)
 
-    is_raw = code_bytes == 0
-    raw = tl.load(
-        values.to(tl.pointer_type(INTEGER)) + entry, mask=is_sound & is_raw, other=0
+    value, is_escape = _values(
+        values,
+        exceptions,
+        entry,
+        is_sound,
+        escapes,
+        num_exceptions,
+        code_bytes,
+        INTEGER,
     )
-    coded = values + entry * code_bytes
-    is_coded = is_sound & (code_bytes > 0)
-    value = tl.load(coded, mask=is_coded, other=0).to(tl.int64)
-    is_wide = is_coded & (code_bytes == 2)
-    value += tl.load(coded + 1, mask=is_wide, other=0).to(tl.int64) << 8
-    is_escape = is_coded & (value == tl.where(code_bytes == 2, 0xFFFF, 0xFF))
-    escaped = is_escape.to(tl.int64)
-    exception = escapes + tl.cumsum(escaped, 0) - 1
-    wide = tl.load(
-        exceptions.to(tl.pointer_type(INTEGER)) + exception,
-        mask=is_escape & (exception < num_exceptions),
-        other=0,
-    )
-    difference = ((value >> 1) ^ (0 - (value & 1))).to(INTEGER)
-    difference = tl.where(is_escape, wide, difference)
     tl.store(places + entry, first + place, mask=is_sound)
-    new_bits = bits.to(tl.pointer_type(INTEGER)) + entry
-    tl.store(new_bits, tl.where(is_raw, raw, difference), mask=is_sound)
+    tl.store(bits.to(tl.pointer_type(INTEGER)) + entry, value, mask=is_sound)
 
     # The state after the chunk is the one before the next chunk, or the row's end.
     position += tl.sum(tl.where(inside, code + steps, 0), 0)
     before = entries
     entries += tl.sum(steps, 0)
     before_escapes = escapes
-    escapes += tl.sum(escaped, 0)
+    escapes += tl.sum(is_escape.to(tl.int64), 0)
     is_last = (chunk + 1) * CODES >= num_codes
     has_next = (chunk + 1) * CODES < num_codes
     next_position = tl.load(state + 3, mask=has_next, other=0).to(tl.int64)
@@ -159,33 +392,220 @@ def _decode_gaps(
     tl.atomic_min(fault, index * 8 + found, mask=found != 7)
 
 
-def find(
-    old: torch.Tensor, new: torch.Tensor, start: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(places, old bits, new bits) of the elements that differ.
+@triton.jit(do_not_specialize_on_alignment=["rows", "data", "places", "bits", "fault"])
+def _decode_others(
+    rows,
+    data,
+    places,
+    bits,
+    fault,
+    INTEGER: tl.constexpr,
+    LANES: tl.constexpr,
+    SHORT: tl.constexpr,
+):
+    row = rows + tl.program_id(0).to(tl.int64) * 16
+    index = tl.load(row)
+    first = tl.load(row + 1)
+    num_elements = tl.load(row + 2)
+    num_entries = tl.load(row + 3)
+    num_exceptions = tl.load(row + 4)
+    num_codes = tl.load(row + 5)
+    form = tl.load(row + 6)
+    section = data + tl.load(row + 9)
+    values = data + tl.load(row + 10)
+    exceptions = data + tl.load(row + 11)
+    places += tl.load(row + 13)
+    bits += tl.load(row + 14)
+    lane = tl.arange(0, LANES)
+    # One for each lane, because masks are combined with them.
+    code_bytes = tl.load(row + 7) + tl.zeros((LANES,), tl.int64)
+    is_whole = (form + tl.zeros((LANES,), tl.int64)) == 5
+    none = index * 0
+    entries = none
+    num_beyond = none
+    num_empty = none
+    num_back = none
+    if form == 3:
+        for start in range(0, (num_elements + 7) // 8 * 8, LANES):
+            at = start + lane
+            byte = tl.load(
+                section + at // 8, mask=at < (num_elements + 7) // 8 * 8, other=0
+            )
+            is_place = ((byte.to(tl.int64) >> (at % 8)) & 1) != 0
+            entry = entries + tl.cumsum(is_place.to(tl.int64), 0) - 1
+            tl.store(places + entry, first + at, mask=is_place & (entry < num_entries))
+            entries += tl.sum(is_place.to(tl.int64), 0)
+            is_beyond = is_place & (at >= num_elements)
+            num_beyond += tl.sum(is_beyond.to(tl.int64), 0)
+    elif form == 4:
+        words = section.to(tl.pointer_type(tl.int32))
+        for start in range(0, num_codes, LANES):
+            run = start + lane
+            inside = run < num_codes
+            begin = tl.load(words + 2 * run, mask=inside, other=0).to(tl.int64)
+            begin = begin & 0xFFFFFFFF
+            length = tl.load(words + 2 * run + 1, mask=inside, other=0).to(tl.int64)
+            length = length & 0xFFFFFFFF
+            is_later = inside & (run > 0)
+            end = tl.load(words + 2 * run - 2, mask=is_later, other=0).to(tl.int64)
+            end = end & 0xFFFFFFFF
+            size = tl.load(words + 2 * run - 1, mask=is_later, other=0).to(tl.int64)
+            end += size & 0xFFFFFFFF
+            num_empty += tl.sum((inside & (length == 0)).to(tl.int64), 0)
+            num_back += tl.sum((is_later & (begin < end)).to(tl.int64), 0)
+            is_beyond = inside & (begin + length > num_elements)
+            num_beyond += tl.sum(is_beyond.to(tl.int64), 0)
+            # Only so many are written, so that no run leads out of the buffers.
+            to = entries + tl.cumsum(length, 0) - length
+            room = tl.minimum(length, tl.maximum(num_entries - to, 0))
+            longest = tl.max(room, 0)
+            for more in range(0, tl.minimum(longest, SHORT)):
+                tl.store(places + to + more, first + begin + more, mask=more < room)
+            if longest > SHORT:
+                # What is left of long runs is written run by run.
+                at = entries
+                for one in range(start, tl.minimum(start + LANES, num_codes)):
+                    begin_of = tl.load(words + 2 * one).to(tl.int64) & 0xFFFFFFFF
+                    size_of = tl.load(words + 2 * one + 1).to(tl.int64) & 0xFFFFFFFF
+                    room_of = tl.minimum(size_of, tl.maximum(num_entries - at, 0))
+                    for more in range(SHORT, room_of, LANES):
+                        step = more + lane
+                        tl.store(
+                            places + at + step,
+                            first + begin_of + step,
+                            mask=step < room_of,
+                        )
+                    at += size_of
+            entries += tl.sum(length, 0)
+    else:
+        entries = num_entries
+    escapes = none
+    for start in range(0, num_entries, LANES):
+        entry = (start + lane).to(tl.int64)
+        inside = entry < num_entries
+        tl.store(places + entry, first + entry, mask=inside & is_whole)
+        value, is_escape = _values(
+            values,
+            exceptions,
+            entry,
+            inside,
+            escapes,
+            num_exceptions,
+            code_bytes,
+            INTEGER,
+        )
+        tl.store(bits.to(tl.pointer_type(INTEGER)) + entry, value, mask=inside)
+        escapes += tl.sum(is_escape.to(tl.int64), 0)
+    found = none + 7
+    found = tl.where(escapes != num_exceptions, 4, found)
+    found = tl.where(entries != num_entries, 3, found)
+    found = tl.where(num_beyond != 0, 0, found)
+    found = tl.where(num_back != 0, 6, found)
+    found = tl.where(num_empty != 0, 5, found)
+    tl.atomic_min(fault, index * 8 + found, mask=found != 7)
+
+
+def count(
+    rows: torch.Tensor,
+    owners: torch.Tensor,
+    counts: torch.Tensor,
+    width: int,
+    *,
+    is_aligned: bool,
+) -> None:
+    """Count the elements that differ, in tensors of one element width.
 
     Args:
-        old: a flat tensor of integers.
-        new: another one.
-        start: what is added to every place.
+        rows: int64 [tensors, SEARCH_COLUMNS] on the GPU; device_encode.py fills it.
+        owners: the row of each program; int32.
+        counts: gets the number of each program of such a tensor; int32.
+        width: bytes of an element.
+        is_aligned: whether all addresses are multiples of 16.
 
     """
-    num = old.numel()
-    programs = triton.cdiv(num, ELEMENTS_PER_PROGRAM)
-    counts = torch.empty(programs, dtype=torch.int32, device=old.device)
-    if not programs:
-        return counts.to(torch.int64), old, new
-    _count[(programs,)](old, new, counts, num, BLOCK=ELEMENTS_PER_PROGRAM)
-    ends = counts.cumsum(0)
-    total = int(ends[-1])
-    places = torch.empty(total, dtype=torch.int64, device=old.device)
-    olds, news = (old.new_empty(total) for _ in range(2))
-    if total:
-        _compact[(programs,)](
-            *(old, new, ends - counts, places, olds, news, num, start),
-            BLOCK=ELEMENTS_PER_PROGRAM,
-        )
-    return places, olds, news
+    _count[(len(owners),)](
+        *(rows, owners, counts),
+        WIDTH=width,
+        INTEGER=INTEGERS[width],
+        ALIGNED=is_aligned,
+        BLOCK=ELEMENTS_PER_PROGRAM,
+    )
+
+
+def compact(
+    rows: torch.Tensor,
+    owners: torch.Tensor,
+    firsts: torch.Tensor,
+    programs: tuple[int, int],
+    entries: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    width: int,
+    *,
+    is_aligned: bool,
+) -> None:
+    """Bring the elements that differ, in tensors of one element width.
+
+    Args:
+        rows: as in `count`.
+        owners: likewise.
+        firsts: for each program, the elements that differ before; int64.
+        programs: the first program that brings elements, and the end.
+        entries: get the places in the block, the new bits, and the differences.
+        width: bytes of an element.
+        is_aligned: whether all addresses are multiples of 16.
+
+    """
+    _compact[(programs[1] - programs[0],)](
+        *(rows, owners, firsts, *entries, programs[0]),
+        WIDTH=width,
+        INTEGER=INTEGERS[width],
+        ALIGNED=is_aligned,
+        BLOCK=ELEMENTS_PER_PROGRAM,
+    )
+
+
+def measure(
+    rows: torch.Tensor,
+    owners: torch.Tensor,
+    entries: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    sums: torch.Tensor,
+) -> None:
+    """Add up what the forms would cost.
+
+    Args:
+        rows: int64 [blocks, ENCODE_COLUMNS] on the GPU; device_encode.py fills it.
+        owners: the row of each program; int32.
+        entries: of `compact`.
+        sums: gets the sums of each program; int64 [programs, MEASURES].
+
+    """
+    places, _, differences = entries
+    _measure[(len(owners),)](
+        *(rows, owners, places, differences, sums), LANES=ENTRIES_PER_STEP
+    )
+
+
+def encode(
+    rows: torch.Tensor,
+    owners: torch.Tensor,
+    entries: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    sums: torch.Tensor,
+    data: torch.Tensor,
+) -> None:
+    """Write the sections of all blocks.
+
+    Args:
+        rows: as in `measure`, with the chosen forms and the offsets of the sections.
+        owners: as in `measure`.
+        entries: as in `measure`.
+        sums: of `measure`, up to each program and with it.
+        data: gets the sections; zero before, at an address that is a multiple of 8.
+
+    """
+    _encode[(len(owners),)](
+        *(rows, owners, *entries, sums, data),
+        LANES=ENTRIES_PER_STEP,
+        CODES=CHUNK_CODES,
+    )
 
 
 def decode_gaps(
@@ -194,9 +614,10 @@ def decode_gaps(
     data: torch.Tensor,
     places: torch.Tensor,
     bits: torch.Tensor,
+    fault: torch.Tensor,
     width: int,
     num_codes: int,
-) -> torch.Tensor:
+) -> None:
     """Decode all chunks of blocks of one width, in one launch.
 
     Args:
@@ -205,27 +626,49 @@ def decode_gaps(
         data: data of the part, at an address that is a multiple of 8.
         places: gets the places.
         bits: gets the bits, at offsets that are multiples of the width.
+        fault: becomes the least number of a fault: NUM_FAULTS times the index of the
+            row, plus the number in FAULTS; NO_FAULT before.
         width: bytes of an element.
         num_codes: codes of a chunk.
 
-    Returns:
-        NO_FAULT, or NUM_FAULTS times the least index of a malformed row, plus the
-        number of its fault; int64 on the GPU.
-
     """
-    fault = torch.full((1,), NO_FAULT, dtype=torch.int64, device=data.device)
     _decode_gaps[(len(owners),)](
         *(rows, owners, data, places, bits, fault),
         INTEGER=INTEGERS[width],
         CODES=num_codes,
     )
-    return fault
 
 
-def fault_of(faults: Sequence[torch.Tensor]) -> tuple[int, str] | None:
-    """(row, what is wrong) of the first fault of several launches."""
-    least = min(int(fault) for fault in faults)
-    if least == NO_FAULT:
+def decode_others(
+    rows: torch.Tensor,
+    data: torch.Tensor,
+    places: torch.Tensor,
+    bits: torch.Tensor,
+    fault: torch.Tensor,
+    width: int,
+) -> None:
+    """Decode all blocks of the other forms, of one width, in one launch.
+
+    Args:
+        rows: as in `decode_gaps`.
+        data: likewise.
+        places: likewise.
+        bits: likewise.
+        fault: likewise.
+        width: bytes of an element.
+
+    """
+    _decode_others[(len(rows),)](
+        *(rows, data, places, bits, fault),
+        INTEGER=INTEGERS[width],
+        LANES=ENTRIES_PER_STEP,
+        SHORT=SHORT_RUN,
+    )
+
+
+def fault_of(fault: int) -> tuple[int, str] | None:
+    """(row, what is wrong) of the fault of a part; None if there is none."""
+    if fault == NO_FAULT:
         return None
-    row, what = divmod(least, NUM_FAULTS)
+    row, what = divmod(fault, NUM_FAULTS)
     return row, FAULTS[what]

@@ -69,7 +69,7 @@ class Delta:
         many times the bytes of the parts."""
         number = list(self.changed).index(name)
         for at, part in enumerate(self.parts):
-            if any(block.number == number for block in part.blocks()):
+            if number in part.rows["number"]:
                 if self._decoded[0] != at:
                     self._decoded = at, list(decode(part))
                 yield from (c for c in self._decoded[1] if c.number == number)

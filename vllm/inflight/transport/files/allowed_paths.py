@@ -14,6 +14,9 @@ from typing import Any
 from vllm.inflight.errors import Forbidden, Malformed
 from vllm.inflight.update import MAX_MANIFEST_BYTES
 
+INDEX = "model.safetensors.index.json"
+"""The file of a checkpoint that says which file has which tensor."""
+
 
 def resolved(path: Path, allowed: str) -> Path:
     """The absolute path of `path`, with symlinks resolved.
@@ -96,3 +99,17 @@ def read_json(file: Path) -> Any:
         return json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise Malformed(f"{file} is no JSON: {error}") from None
+
+
+def shards(index: Path) -> list[str]:
+    """The file names in a checkpoint's index; raises `Malformed` if it is invalid."""
+    body = read_json(index)
+    places = body.get("weight_map") if isinstance(body, dict) else None
+    if not isinstance(places, dict) or not places:
+        raise Malformed(f"{index} is not a checkpoint index")
+    names = set()
+    for name in places.values():
+        if not isinstance(name, str) or "/" in name or name in ("", ".", ".."):
+            raise Malformed(f"{index} names files outside its directory: {name!r:.300}")
+        names.add(name)
+    return sorted(names)

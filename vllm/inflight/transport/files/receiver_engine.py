@@ -34,7 +34,12 @@ from vllm.inflight.transport.base import StagedEngine
 from vllm.inflight.transport.buckets.buffers import Buffers
 from vllm.inflight.transport.buckets.receiver import Receiver
 from vllm.inflight.transport.buckets.tensor_list import Pair, TensorList
-from vllm.inflight.transport.files.allowed_paths import existing, read_json, resolved
+from vllm.inflight.transport.files.allowed_paths import (
+    INDEX,
+    existing,
+    resolved,
+    shards,
+)
 from vllm.inflight.transport.files.bucket_reader import (
     BUCKET_BYTES,
     RUN_BYTES,
@@ -46,7 +51,6 @@ from vllm.inflight.transport.waiting import WaitLimit
 from vllm.inflight.update import drafters
 
 SHARED_MEMORY = Path("/dev/shm")
-INDEX = "model.safetensors.index.json"
 NUM_BUCKETS = 3
 """How many buckets of `BUCKET_BYTES` a GPU holds while files are read."""
 NUM_LOOKED_AT = 2
@@ -237,26 +241,12 @@ def checkpoint_files(path: Path, allowed: str = "") -> list[Path]:
     if not path.is_dir():
         return [existing(path, allowed)]
     if (path / INDEX).is_file():
-        names = _shards(existing(path / INDEX, allowed))
+        names = shards(existing(path / INDEX, allowed))
     else:
         names = sorted(file.name for file in path.glob("*.safetensors"))
         if not names:
             raise Malformed(f"{path} holds no .safetensors file")
     return [existing(path / name, allowed) for name in names]
-
-
-def _shards(index: Path) -> list[str]:
-    """The file names in a checkpoint's index."""
-    body = read_json(index)
-    places = body.get("weight_map") if isinstance(body, dict) else None
-    if not isinstance(places, dict) or not places:
-        raise Malformed(f"{index} is not a checkpoint index")
-    names = set()
-    for name in places.values():
-        if not isinstance(name, str) or "/" in name or name in ("", ".", ".."):
-            raise Malformed(f"{index} names files outside its directory: {name!r:.300}")
-        names.add(name)
-    return sorted(names)
 
 
 def read_files(files: list[Path], num_threads: int = 1) -> Generator[Pair]:

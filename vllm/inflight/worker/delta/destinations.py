@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
+import numpy as np
 import torch
 
+from vllm.inflight.worker.model_state import ModelState, recall
 from vllm.inflight.worker.replay_plan import Copied, Entry, View, are_apart, span
 
 MOST_DIMS = 4
 """Most dimensions of a part that are longer than one, as kernels follow them."""
+
+NEVER = 1 << 62
+"""A step that no place reaches: the stride of a dimension that is not there."""
 
 
 class Found(NamedTuple):
@@ -33,17 +38,32 @@ class Found(NamedTuple):
 class Destinations:
     """The places of one checkpoint tensor in the parameters of a rank.
 
-    Attributes:
-        copies: the copies that its loader makes.
+    They are worked out once for each entry, as that takes long for many tensors.
 
-    Args:
+    Attributes:
         entry: what the loader does with the tensor.
+        copies: the copies that its loader makes.
+        params: the parameters that hold an element of the tensor.
+        is_once: whether no element of the tensor is served twice on this rank.
+        has_all: whether every element of the tensor is served on this rank, and once.
+        form: shape and dtype of the tensor.
+        steps: int64 [copies, 2 + 3 * MOST_DIMS]: where each part and its view begin;
+            then size, stride and stride in the parameter of each dimension.
 
     """
 
     def __init__(self, entry: Entry) -> None:
+        self.entry = entry
         self.copies = entry.copies
         self._numel = entry.shape.numel()
+        self.params = frozenset(copied.param for copied in self.copies)
+        parts = [copied.part for copied in self.copies]
+        self._num_served = sum(prod(shape) for _, shape, _ in parts)
+        self.is_once = are_apart(parts)
+        self.has_all = self._num_served == self._numel and self.is_once
+        self.form = tuple(entry.shape), str(entry.dtype).removeprefix("torch.")
+        steps = [_steps(copied) for copied in entry.copies]
+        self.steps = np.array(steps, dtype=np.int64).reshape(-1, 2 + 3 * MOST_DIMS)
 
     @classmethod
     def of(cls, entry: Entry | None) -> Destinations | None:
@@ -64,33 +84,13 @@ class Destinations:
         """Of a tensor that this rank serves nothing of."""
         return cls(Entry(torch.Size(shape), dtype))
 
-    @property
-    def params(self) -> set[str]:
-        """The parameters that hold an element of the tensor."""
-        return {copied.param for copied in self.copies}
-
-    @property
-    def has_all(self) -> bool:
-        """Whether every element of the tensor is served on this rank, and once."""
-        return self.num_served == self._numel and self.is_once
-
-    @property
-    def is_once(self) -> bool:
-        """Whether no element of the tensor is served twice on this rank."""
-        return are_apart([copied.part for copied in self.copies])
-
-    @property
-    def num_served(self) -> int:
-        """Elements that this rank serves."""
-        return sum(prod(copied.part[1]) for copied in self.copies)
-
     def num_holders(self, num_ranks: int) -> int:
         """How many of these ranks serve each element, if all serve as many.
 
         Where ranks share a KV head, several ranks serve its weights. Where a tensor
         does not divide evenly, the result is 1.
         """
-        holders, rest = divmod(self.num_served * num_ranks, max(1, self._numel))
+        holders, rest = divmod(self._num_served * num_ranks, max(1, self._numel))
         return holders if holders and not rest else 1
 
     def find(self, places: torch.Tensor) -> Iterator[Found]:
@@ -109,6 +109,29 @@ class Destinations:
             (chosen,) = inside.nonzero(as_tuple=True)
             if len(chosen):
                 yield Found(copied.param, chosen, offsets[chosen])
+
+
+class KnownDestinations:
+    """The places of the tensors of one model; kept on the module of its second tree."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, Destinations] = {}
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> Self:
+        """What is known of the tensors that a module is loaded from."""
+        if (known := recall(module, cls)) is None:
+            ModelState.of(module).set(known := cls())
+        return known
+
+    def find(self, name: str, entry: Entry | None) -> Destinations | None:
+        """The places of a tensor with this entry, as of `Destinations.of`."""
+        known = self._found.get(name)
+        if known is None or known.entry is not entry:
+            if (known := Destinations.of(entry)) is None:
+                return None
+            self._found[name] = known
+        return known
 
 
 def follow(
@@ -169,3 +192,11 @@ def widest_first(
     """(size, stride, other stride) of the dimensions that are longer than one."""
     dims = [dim for dim in zip(shape, stride, other, strict=True) if dim[0] > 1]
     return sorted(dims, key=lambda dim: -dim[1])
+
+
+def _steps(copied: Copied) -> list[int]:
+    """A row of `Destinations.steps`."""
+    (start, shape, stride), view = copied.part, copied.view
+    dims = widest_first(shape, stride, view[2])
+    dims += [(1, NEVER, 0)] * (MOST_DIMS - len(dims))
+    return [start, view[0], *(number for dim in dims for number in dim)]

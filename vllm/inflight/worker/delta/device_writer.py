@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from vllm.inflight import ops
-from vllm.inflight.delta import Changes, Encoder, Part, decode
-from vllm.inflight.worker.delta.destinations import Destinations, widest_first
+from vllm.inflight.delta import Encoder, Part, decode
+from vllm.inflight.delta.decode import DecodedPart, before
+from vllm.inflight.delta.device_decode import launch_table
+from vllm.inflight.worker.delta.destinations import Destinations
 from vllm.inflight.worker.replay_plan import Copied, Entry
 from vllm.inflight.worker.shadow.changed_elements import ChangedElements, Stretch
 
 Params = Mapping[str, torch.Tensor]
-
-NEVER = 1 << 62
-"""A step that no place reaches: the stride of a dimension that is not there."""
 
 
 class DeviceWriter:
@@ -25,72 +25,73 @@ class DeviceWriter:
         device: of the parameters.
         live: the served parameters.
         shadow: the shadow parameters.
-        num_tensors: tensors that the delta changes.
+        places: where the elements of each tensor of the delta are served.
 
     """
 
     def __init__(
-        self, device: torch.device, live: Params, shadow: Params, num_tensors: int
+        self,
+        device: torch.device,
+        live: Params,
+        shadow: Params,
+        places: Sequence[Destinations],
     ) -> None:
-        from vllm.inflight.worker.delta.triton_kernels import SUMS
+        from vllm.inflight.worker.delta.triton_kernels import COLUMNS, SUMS
 
-        self._device, self._live, self._shadow = device, live, shadow
-        shape = num_tensors, SUMS
+        self._device = device
+        self._params = [copied.param for each in places for copied in each.copies]
+        self._num_copies = np.array([len(each.copies) for each in places])
+        self._first_copy = before(self._num_copies)
+        number = np.repeat(np.arange(len(places)), self._num_copies)
+        at = {p: (live[p].data_ptr(), shadow[p].data_ptr()) for p in set(self._params)}
+        dtypes = [each.entry.dtype for each in places]
+        # Of each copy, the columns that are the same for all parts.
+        self._rows = np.zeros((len(number), COLUMNS), dtype=np.int64)
+        addresses = [at[param] for param in self._params]
+        self._rows[:, 2:4] = np.array(addresses, dtype=np.int64).reshape(-1, 2)
+        self._rows[:, 7] = number
+        self._rows[:, 9] = np.array([ops.nonfinite_limit(d) for d in dtypes])[number]
+        self._rows[:, 10] = np.array([ops.NAN_BYTES.get(d, -1) for d in dtypes])[number]
+        steps = np.concatenate([each.steps for each in places])
+        self._rows[:, 11:13], self._rows[:, 16:] = steps[:, :2], steps[:, 2:]
+        shape = len(places), SUMS
         self._sums = torch.zeros(shape, dtype=torch.int64, device=device)
 
     def write(
-        self,
-        changes: Sequence[Changes],
-        places: Sequence[Destinations],
-        dtypes: Sequence[torch.dtype],
-        note: Callable[[ChangedElements], None],
+        self, changes: DecodedPart, note: Callable[[ChangedElements], None]
     ) -> None:
         """Write these changes into the shadow parameters.
 
         Args:
             changes: of one part.
-            places: where the elements of each tensor of the delta are served.
-            dtypes: of each tensor.
             note: called with the log of the elements, before the first is written.
 
         """
         from vllm.inflight.worker.delta import triton_kernels as kernels
 
-        counts = [
-            len(each.places) for each in changes for _ in places[each.number].copies
-        ]
-        log = torch.full((sum(counts),), -1, dtype=torch.int32, device=self._device)
-        rows: dict[int, list[list[int]]] = {}
-        stretches: list[Stretch] = []
-        first = 0
-        for each in changes:
-            dtype = dtypes[each.number]
-            width = dtype.itemsize
-            limit = ops.nonfinite_limit(dtype)
-            nan_byte = ops.NAN_BYTES.get(dtype, -1)
-            num = len(each.places)
-            for copied in places[each.number].copies:
-                (start, shape, stride), view = copied.part, copied.view
-                dims = widest_first(shape, stride, view[2])
-                dims += [(1, NEVER, 0)] * (kernels.DIMS - len(dims))
-                param = copied.param
-                rows.setdefault(width, []).append(
-                    [
-                        *(each.places.data_ptr(), each.bits.data_ptr()),
-                        *(self._live[param].data_ptr(), self._shadow[param].data_ptr()),
-                        *(log.data_ptr() + 4 * first, num, 0, each.number),
-                        *(int(each.are_differences), limit, nan_byte, start, view[0]),
-                        *(0, 0, 0),
-                        *(number for dim in dims for number in dim),
-                    ]
-                )
-                stretches.append(Stretch(param, first, first + num, width))
-                first += num
+        num_copies = self._num_copies[changes.numbers]
+        group = np.repeat(np.arange(len(changes)), num_copies)
+        copy = np.arange(len(group)) - before(num_copies)[group]
+        copy += self._first_copy[changes.numbers][group]
+        rows, counts = self._rows[copy], changes.counts[group]
+        firsts, widths = before(counts), changes.widths[group]
+        log = torch.full(
+            (int(counts.sum()),), -1, dtype=torch.int32, device=self._device
+        )
+        rows[:, 0] = changes.places.data_ptr() + 8 * changes.first_places[group]
+        rows[:, 1] = changes.bits.data_ptr() + changes.first_bytes[group]
+        rows[:, 4] = log.data_ptr() + 4 * firsts
+        rows[:, 5] = counts
+        rows[:, 8] = changes.are_differences[group]
+        params = [self._params[number] for number in copy.tolist()]
+        columns = firsts.tolist(), (firsts + counts).tolist(), widths.tolist()
+        stretches = map(Stretch, params, *columns)
         note(ChangedElements(log, tuple(stretches)))
-        for width, table in rows.items():
-            owners = _owners(table, 5, 6, self._device)
-            on_device = _table(table, self._device)
-            kernels.write(on_device, owners, self._sums, width)
+        for width in np.unique(widths).tolist():
+            own = widths == width
+            num_programs = -(-counts[own] // kernels.BLOCK)
+            table = launch_table(rows[own], 6, num_programs, self._device)
+            kernels.write(*table, self._sums, width)
 
     def results(self) -> list[list[int]]:
         """For each tensor: both halves of what its digest changes by, elements that
@@ -100,67 +101,57 @@ class DeviceWriter:
 
 def warm(device: torch.device, dtypes: set[torch.dtype]) -> None:
     """Compile the kernels for these dtypes now, and not while decoding."""
-    for dtype in {each.itemsize: each for each in dtypes}.values():
-        # Changes that are far apart, which are coded as gaps.
-        old = torch.zeros(4096, dtype=ops.INTEGERS[dtype.itemsize], device="cpu")
-        new = old.clone()
-        new[3::512] = 1
-        encoder = Encoder()
-        (host,) = [*encoder.add(0, old, new), *encoder.finish()]
+    for width in {dtype.itemsize for dtype in dtypes}:
+        # Changes that are far apart, which are coded as gaps, and one that is not.
+        olds = [
+            torch.zeros(size, dtype=ops.INTEGERS[width], device="cpu")
+            for size in (4096, 1)
+        ]
+        encoder, parts = Encoder(), list[Part]()
+        for number, old in enumerate(olds):
+            new = old.clone()
+            new[::512] = 1
+            parts += encoder.add(number, old, new)
+        (host,) = [*parts, *encoder.finish()]
         part = Part(host.table, host.data.to(device))
-        part.check([old.numel()], [dtype.itemsize])
-        params = {"": old.to(device)}, {"": new.to(device)}
-        view = 0, tuple(old.shape), tuple(old.stride())
-        copied = Copied("", view, view, new, is_exact=True)
-        entry = Entry(old.shape, old.dtype, [copied], is_proved=True)
-        places = Destinations.of(entry)
-        assert places is not None
-        writer = DeviceWriter(device, *params, 1)
+        part.check([old.numel() for old in olds], [width] * len(olds))
+        params = [
+            {str(number): old.to(device) for number, old in enumerate(olds)}
+            for _ in ("live", "shadow")
+        ]
+        writer = DeviceWriter(
+            device, params[0], params[1], [_whole(*each) for each in enumerate(olds)]
+        )
         logs: list[ChangedElements] = []
-        writer.write(list(decode(part)), [places], [old.dtype], logs.append)
-        copy_elements(logs[0], *params)
+        writer.write(decode(part), logs.append)
+        copy_elements(logs[0], params[0], params[1])
         writer.results()
+
+
+def _whole(number: int, tensor: torch.Tensor) -> Destinations:
+    """The places of a flat tensor that is served as a parameter of its own."""
+    view = 0, tuple(tensor.shape), tuple(tensor.stride())
+    copied = Copied(str(number), view, view, tensor, is_exact=True)
+    entry = Entry(tensor.shape, tensor.dtype, [copied], is_proved=True)
+    places = Destinations.of(entry)
+    assert places is not None
+    return places
 
 
 def copy_elements(changed: ChangedElements, live: Params, shadow: Params) -> None:
     """Copy logged elements from live to shadow parameters, on their GPU."""
     from vllm.inflight.worker.delta import triton_kernels as kernels
 
-    rows: dict[int, list[list[int]]] = {}
+    if not changed.stretches:
+        return
+    params, *numbers = zip(*changed.stretches, strict=True)
+    at = {p: (live[p].data_ptr(), shadow[p].data_ptr()) for p in set(params)}
+    firsts, ends, widths = (np.array(each, dtype=np.int64) for each in numbers)
     log, device = changed.offsets.data_ptr(), changed.offsets.device
-    for param, first, end, width in changed.stretches:
-        addresses = live[param].data_ptr(), shadow[param].data_ptr()
-        rows.setdefault(width, []).append([log + 4 * first, *addresses, end - first, 0])
-    for width, table in rows.items():
-        owners = _owners(table, 3, 4, device)
-        kernels.copy(_table(table, device), owners, width)
-
-
-def _owners(
-    table: list[list[int]], count: int, first: int, device: torch.device
-) -> torch.Tensor:
-    """The row of each program; notes in each row the number of its first program.
-
-    Args:
-        table: the rows.
-        count: the column of the number of elements.
-        first: the column of the first program.
-        device: of the result.
-
-    """
-    from vllm.inflight.worker.delta.triton_kernels import BLOCK
-
-    num_programs, counts = 0, []
-    for row in table:
-        row[first] = num_programs
-        counts.append(-(-row[count] // BLOCK))
-        num_programs += counts[-1]
-    # Made on the host: the staging thread's default device is its GPU.
-    with torch.device("cpu"):
-        owners = torch.arange(len(table), dtype=torch.int32)
-        owners = owners.repeat_interleave(torch.tensor(counts))
-    return owners.to(device)
-
-
-def _table(rows: list[list[int]], device: torch.device) -> torch.Tensor:
-    return torch.tensor(rows, dtype=torch.int64, device="cpu").to(device)
+    rows = np.zeros((len(params), kernels.COPY_COLUMNS), dtype=np.int64)
+    rows[:, 0], rows[:, 3] = log + 4 * firsts, ends - firsts
+    rows[:, 1:3] = [at[param] for param in params]
+    for width in np.unique(widths).tolist():
+        own = widths == width
+        num_programs = -(-rows[own, 3] // kernels.BLOCK)
+        kernels.copy(*launch_table(rows[own], 4, num_programs, device), width)

@@ -39,21 +39,22 @@ class Order:
 
         """
         part.check(self._sizes, self._widths)
-        blocks = part.blocks()
-        if not blocks:
+        rows = part.rows
+        if not len(rows):
             return
-        num = sum(block.num_entries for block in blocks)
+        num = int(rows["num_entries"].sum(dtype="int64"))
         if num > MOST_ENTRIES:
             raise Malformed(
                 f"a part of the delta changes {num} elements; at most {MOST_ENTRIES} "
                 "are decoded at once, so send smaller parts"
             )
-        first, last = blocks[0], blocks[-1]
-        if (first.number, first.first) < self._end:
+        at, first = int(rows["number"][0]), int(rows["first"][0])
+        if (at, first) < self._end:
             number, element = self._end
             raise Malformed(
-                f"the delta changes element {first.first} of "
-                f"{self._specs[first.number].name!r} after element {element - 1} of "
-                f"{self._specs[number].name!r}; its parts must come in order"
+                f"the delta changes element {first} of {self._specs[at].name!r} after "
+                f"element {element - 1} of {self._specs[number].name!r}; its parts "
+                "must come in order"
             )
-        self._end = last.number, last.first + last.num_elements
+        end = int(rows["first"][-1]) + int(rows["num_elements"][-1])
+        self._end = int(rows["number"][-1]), end

@@ -17,6 +17,9 @@ DIMS = 4
 COLUMNS = 16 + 3 * DIMS
 """int64 values of a row of `write`; device_writer.py fills it."""
 
+COPY_COLUMNS = 5
+"""int64 values of a row of `copy`."""
+
 SUMS = 4
 """int64 values of the sums of a tensor: both halves of what its digest changes by, the
 elements that become NaN or Inf, and the elements written."""
@@ -124,8 +127,9 @@ def copy(rows: torch.Tensor, owners: torch.Tensor, width: int) -> None:
     """Copy logged elements of one width from the live to the shadow weights.
 
     Args:
-        rows: int64 [groups, 5] on the GPU: addresses of the log, of the live and of the
-            shadow parameter, number of elements, and number of the first program.
+        rows: int64 [groups, COPY_COLUMNS] on the GPU: addresses of the log, of the live
+            and of the shadow parameter, number of elements, and number of the first
+            program.
         owners: the row of each program; int32.
         width: bytes of an element.
 

@@ -13,22 +13,24 @@ change are those of the served version, whose digest is known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 
+import numpy as np
 import torch
 
 from vllm.inflight import ops
-from vllm.inflight.delta import Changes, Part, decode
+from vllm.inflight.delta import Changes, Part
+from vllm.inflight.delta.decode import DecodedPart, decode_unproved, require_sound
+from vllm.inflight.delta.part import bring_tables
 from vllm.inflight.delta.parts import ArrivingParts, Pair
 from vllm.inflight.errors import Cause, DeltaUnsupported, Malformed
 from vllm.inflight.update import TensorSpec
-from vllm.inflight.worker.delta.destinations import Destinations
+from vllm.inflight.worker.delta.destinations import Destinations, KnownDestinations
 from vllm.inflight.worker.delta.device_writer import DeviceWriter, copy_elements
 from vllm.inflight.worker.delta.order import Order
 from vllm.inflight.worker.delta.shares import Term, share
 from vllm.inflight.worker.model.layers import parameters
-from vllm.inflight.worker.replay_plan import Entry
 from vllm.inflight.worker.shadow.carry_over import copy_unsent
 from vllm.inflight.worker.shadow.changed_elements import (
     ChangedElements,
@@ -83,13 +85,13 @@ class DeltaWriter:
         """What the digest of each tensor changes by."""
         self._num_bad = [0] * len(self._specs)
         """Elements of each tensor that become NaN or Inf."""
-        self._num_entries = [0] * len(self._specs)
+        self._num_entries = np.zeros(len(self._specs), dtype=np.int64)
         """Changed elements that have come of each tensor."""
         self._num_written = [0] * len(self._specs)
         """Of these, the elements that this rank serves."""
-        self._num_tensors = 0
-        """The tensors that changes have come for."""
         self._on_device: DeviceWriter | None = None
+        self._faults: list[torch.Tensor | None] = []
+        """Of parts that were decoded on the GPU, whose data may be malformed."""
 
     def begin(self) -> None:
         """Bring the shadow weights up to what is served.
@@ -98,7 +100,9 @@ class DeltaWriter:
             DeltaUnsupported: a tensor of the delta is not served as a copy.
 
         """
-        self._places = [self._find(spec) for spec in self._specs]
+        assert self._shadow.module is not None
+        known = KnownDestinations.of(self._shadow.module)
+        self._places = [self._find(spec, known) for spec in self._specs]
         for name in self.params:
             if self._new[name].device != self._live[name].device:
                 raise DeltaUnsupported(
@@ -109,7 +113,7 @@ class DeltaWriter:
         bring_up(self._shadow, self._live, self._new, self._between)
         if self._shadow.device.type == "cuda":
             self._on_device = DeviceWriter(
-                self._shadow.device, self._live, self._new, len(self._specs)
+                self._shadow.device, self._live, self._new, self._places
             )
 
     def take(self, pairs: Iterable[Pair]) -> None:
@@ -119,22 +123,34 @@ class DeltaWriter:
             Malformed: a part is invalid, or the parts are not in order.
 
         """
+        arrived: list[Part] = []
         for name, tensor in pairs:
-            for part in self._parts.add(name, tensor):
-                part = Part(part.table, part.data.to(self._shadow.device))
-                self._order.check(part)
-                self._write(list(decode(part)))
-                self._received(part.num_bytes, self._num_tensors)
+            arrived += self._parts.add(name, tensor)
             del tensor  # a transport reuses memory that no tensor refers to
+        bring_tables(arrived)
+        for part in arrived:
+            here = part.on(self._shadow.device)
+            self._order.check(here)
+            self._write(decode_unproved(here))
+            self._received(here.num_bytes, int(np.count_nonzero(self._num_entries)))
+
+    def require_sound(self) -> None:
+        """Raise `Malformed` if the data of a part was malformed.
+
+        On a GPU this waits for the parts so far, so it is asked once for each chunk.
+        """
+        faults, self._faults = self._faults, []
+        require_sound(faults)
 
     def problems(self) -> list[Problem]:
         """What is wrong with the tensors as they are now.
 
         Raises:
-            Malformed: a part has not arrived.
+            Malformed: a part has not arrived, or its data is malformed.
 
         """
         self._parts.require_all()
+        self.require_sound()
         if self._on_device is not None:
             for number, (a, b, bad, num) in enumerate(self._on_device.results()):
                 self._sums[number] = ops.Digest(a % 2**64, b % 2**64)
@@ -185,7 +201,7 @@ class DeltaWriter:
         a, b = ops.Digest.from_hex(spec.digest) - before
         holders = self._places[number].num_holders(self._shadow.tp_size)
         difference = ops.Digest(a * holders % 2**64, b * holders % 2**64)
-        return spec.name, difference, self._num_entries[number] * holders
+        return spec.name, difference, int(self._num_entries[number]) * holders
 
     def _digest(self, number: int) -> ops.Digest:
         """The digest of a tensor with its changes."""
@@ -202,15 +218,13 @@ class DeltaWriter:
             facts[spec.name] = spec.dtype, spec.shape, (digest.a, digest.b)
         return Content(facts, self._samples())
 
-    def _find(self, spec: TensorSpec) -> Destinations:
+    def _find(self, spec: TensorSpec, known: KnownDestinations) -> Destinations:
         facts = self._served.facts.get(spec.name)
         plan, is_shared = self._shadow.plan, self._shadow.is_whole_over_ranks
         entry = plan.known(spec.name)
-        found = Destinations.of(entry)
+        found = known.find(spec.name, entry)
         if is_shared and entry is None and plan.passes_over(spec.name):
-            dtype = getattr(torch, spec.dtype)
-            found = Destinations.nowhere(spec.shape, dtype)
-            entry = Entry(torch.Size(spec.shape), dtype)
+            found = Destinations.nowhere(spec.shape, getattr(torch, spec.dtype))
         is_served = found is not None and (
             found.has_all or (is_shared and found.is_once)
         )
@@ -220,24 +234,20 @@ class DeltaWriter:
                 "tensor, so a delta cannot change it element by element",
                 tensors=[spec.name],
             )
-        assert entry is not None
-        form = tuple(entry.shape), str(entry.dtype).removeprefix("torch.")
-        if form != (spec.shape, spec.dtype) or facts[:2] != (spec.dtype, spec.shape):
+        shape, dtype = found.form
+        if found.form != (spec.shape, spec.dtype) or facts[:2] != (dtype, shape):
             raise Malformed(
                 f"the delta announces {spec.name!r} as {list(spec.shape)} "
-                f"{spec.dtype}, and {list(form[0])} {form[1]} of it is served"
+                f"{spec.dtype}, and {list(shape)} {dtype} of it is served"
             )
         return found
 
-    def _write(self, changes: Sequence[Changes]) -> None:
+    def _write(self, changes: DecodedPart) -> None:
         """Write the changes of one part."""
-        for each in changes:
-            self._num_tensors += not self._num_entries[each.number]
-            self._num_entries[each.number] += len(each.places)
+        np.add.at(self._num_entries, changes.numbers, changes.counts)
         if self._on_device is not None:
-            self._on_device.write(
-                changes, self._places, self._dtypes, self._shadow.note_changed
-            )
+            self._on_device.write(changes, self._shadow.note_changed)
+            self._faults.append(changes.fault)
             return
         for each in changes:
             self._write_on_host(each)

@@ -181,7 +181,8 @@ class UpdateLoader:
                     received=self._received,
                     between=self._between,
                 )
-                self._writer.begin()
+                with undirected():
+                    self._writer.begin()
                 self.unfilled = self._writer.unserved
             for batch in chain([first], batches):
                 if self._cancelled():
@@ -241,10 +242,13 @@ class UpdateLoader:
         self.num_bytes += number
 
     def require_taken(self) -> None:
-        """Raise `WeightsMismatch` if the model's loader has rejected a tensor.
+        """Raise `WeightsMismatch` if the model's loader has rejected a tensor, and
+        `Malformed` if a part of a delta cannot be decoded.
 
         Called after each chunk: further tensors would be sent in vain.
         """
+        if self._writer is not None:
+            self._writer.require_sound()
         if self._checks.is_rejected:
             raise self._mismatch()
 
@@ -603,7 +607,7 @@ class UpdateLoader:
         Called when all layers are loaded. Plain copies are not checked again. A loader
         may compute other numbers, an exponential for example.
         """
-        if self._allow_nonfinite:
+        if self._allow_nonfinite or not self._computed:
             return
         params = dict(self._module.named_parameters())
         for param, names in self._computed.items():
