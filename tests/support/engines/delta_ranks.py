@@ -1,6 +1,6 @@
 """Deltas into two tensor-parallel ranks, run as a script: prints what happened as JSON.
 
-Usage: python -m tests.support.engines.delta_ranks CHECKPOINT
+Usage: python -m tests.support.engines.delta_ranks CHECKPOINT [STAGING]
 """
 
 import sys
@@ -17,12 +17,15 @@ from tests.support.engines.script import tell
 NUM_STEPS = 4
 
 
-def main(folder: str) -> None:
+def main(folder: str, staging: str = "auto") -> None:
     from vllm import LLM, SamplingParams
     from vllm.config.weight_transfer import WeightTransferConfig
 
     from vllm.inflight.trainer import Publisher
 
+    more: dict[str, Any] = {}
+    if staging == "delta":
+        more["worker_extension_cls"] = "tests.support.engines.unpacked_ranks.Unpacked"
     llm = LLM(
         folder,
         tensor_parallel_size=2,
@@ -32,6 +35,8 @@ def main(folder: str) -> None:
         enforce_eager=True,
         disable_log_stats=True,
         weight_transfer_config=WeightTransferConfig(backend="local"),
+        additional_config={"inflight": {"staging": staging, "delta_gib": 0.02}},
+        **more,
     )
 
     def served() -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 import torch
 
@@ -10,7 +11,9 @@ from vllm.inflight import ops
 from vllm.inflight.delta import Changes, Encoder, Part, decode
 from vllm.inflight.worker.delta.destinations import Destinations, widest_first
 from vllm.inflight.worker.replay_plan import Copied, Entry
+from vllm.inflight.worker.shadow.change_log import ChangeLog
 from vllm.inflight.worker.shadow.changed_elements import ChangedElements, Stretch
+from vllm.inflight.worker.shadow.launch_tables import owners_of, table_of
 
 Params = Mapping[str, torch.Tensor]
 
@@ -24,13 +27,17 @@ class DeviceWriter:
     Args:
         device: of the parameters.
         live: the served parameters.
-        shadow: the shadow parameters.
+        shadow: the shadow parameters, or the log that stands for them.
         num_tensors: tensors that the delta changes.
 
     """
 
     def __init__(
-        self, device: torch.device, live: Params, shadow: Params, num_tensors: int
+        self,
+        device: torch.device,
+        live: Params,
+        shadow: Params | ChangeLog,
+        num_tensors: int,
     ) -> None:
         from vllm.inflight.worker.delta.triton_kernels import SUMS
 
@@ -45,24 +52,23 @@ class DeviceWriter:
         dtypes: Sequence[torch.dtype],
         note: Callable[[ChangedElements], None],
     ) -> None:
-        """Write these changes into the shadow parameters.
+        """Write these changes into the shadow parameters, or into the log.
 
         Args:
             changes: of one part.
             places: where the elements of each tensor of the delta are served.
             dtypes: of each tensor.
-            note: called with the log of the elements, before the first is written.
+            note: called with the places of the elements, before the first is written
+                into a shadow parameter.
 
         """
         from vllm.inflight.worker.delta import triton_kernels as kernels
 
-        counts = [
-            len(each.places) for each in changes for _ in places[each.number].copies
-        ]
-        log = torch.full((sum(counts),), -1, dtype=torch.int32, device=self._device)
+        log = self._shadow if isinstance(self._shadow, ChangeLog) else None
+        spaces = self._spaces(changes, places, dtypes, note)
+        if log is not None and not log.has_room:
+            return  # the rest is counted all the same
         rows: dict[int, list[list[int]]] = {}
-        stretches: list[Stretch] = []
-        first = 0
         for each in changes:
             dtype = dtypes[each.number]
             width = dtype.itemsize
@@ -70,27 +76,59 @@ class DeviceWriter:
             nan_byte = ops.NAN_BYTES.get(dtype, -1)
             num = len(each.places)
             for copied in places[each.number].copies:
+                offsets, target, first = next(spaces)
                 (start, shape, stride), view = copied.part, copied.view
                 dims = widest_first(shape, stride, view[2])
                 dims += [(1, NEVER, 0)] * (kernels.DIMS - len(dims))
-                param = copied.param
                 rows.setdefault(width, []).append(
                     [
                         *(each.places.data_ptr(), each.bits.data_ptr()),
-                        *(self._live[param].data_ptr(), self._shadow[param].data_ptr()),
-                        *(log.data_ptr() + 4 * first, num, 0, each.number),
+                        *(self._live[copied.param].data_ptr(), target),
+                        *(offsets, num, 0, each.number),
                         *(int(each.are_differences), limit, nan_byte, start, view[0]),
-                        *(0, 0, 0),
+                        *(first, 0, 0),
                         *(number for dim in dims for number in dim),
                     ]
                 )
-                stretches.append(Stretch(param, first, first + num, width))
-                first += num
-        note(ChangedElements(log, tuple(stretches)))
+        log_sums = None if log is None else log.sums_on_device()
         for width, table in rows.items():
-            owners = _owners(table, 5, 6, self._device)
-            on_device = _table(table, self._device)
-            kernels.write(on_device, owners, self._sums, width)
+            owners = owners_of(table, 5, 6, kernels.BLOCK, self._device)
+            on_device = table_of(table, self._device)
+            kernels.write(on_device, owners, self._sums, width, log_sums)
+
+    def _spaces(
+        self,
+        changes: Sequence[Changes],
+        places: Sequence[Destinations],
+        dtypes: Sequence[torch.dtype],
+        note: Callable[[ChangedElements], None],
+    ) -> Iterator[tuple[int, int, int]]:
+        """For each copy of each tensor: addresses of the offsets and of the target, and
+        the number of the first element in the log."""
+        groups = [
+            (copied.param, len(each.places), dtypes[each.number].itemsize)
+            for each in changes
+            for copied in places[each.number].copies
+        ]
+        if isinstance(target := self._shadow, ChangeLog):
+            found = [target.reserve(*group) for group in groups]
+            return iter(
+                (each.offsets.data_ptr(), each.bits.data_ptr(), each.first)
+                for each in found
+                if each is not None
+            )
+        size = sum(num for _, num, _ in groups)
+        offsets = torch.full((size,), -1, dtype=torch.int32, device=self._device)
+        firsts = [0, *accumulate(num for _, num, _ in groups)]
+        stretches = [
+            Stretch(param, first, first + num, width)
+            for first, (param, num, width) in zip(firsts, groups, strict=False)
+        ]
+        note(ChangedElements(offsets, tuple(stretches)))
+        return iter(
+            (offsets.data_ptr() + 4 * first, target[param].data_ptr(), 0)
+            for param, first, _, _ in stretches
+        )
 
     def results(self) -> list[list[int]]:
         """For each tensor: both halves of what its digest changes by, elements that
@@ -98,8 +136,17 @@ class DeviceWriter:
         return self._sums.tolist()
 
 
-def warm(device: torch.device, dtypes: set[torch.dtype]) -> None:
-    """Compile the kernels for these dtypes now, and not while decoding."""
+def warm(
+    device: torch.device, dtypes: set[torch.dtype], *, is_logged: bool = False
+) -> None:
+    """Compile the kernels for these dtypes now, and not while decoding.
+
+    Args:
+        device: of the parameters.
+        dtypes: of the parameters.
+        is_logged: whether changes go into the log of delta staging.
+
+    """
     for dtype in {each.itemsize: each for each in dtypes}.values():
         # Changes that are far apart, which are coded as gaps.
         old = torch.zeros(4096, dtype=ops.INTEGERS[dtype.itemsize], device="cpu")
@@ -109,16 +156,18 @@ def warm(device: torch.device, dtypes: set[torch.dtype]) -> None:
         (host,) = [*encoder.add(0, old, new), *encoder.finish()]
         part = Part(host.table, host.data.to(device))
         part.check([old.numel()], [dtype.itemsize])
-        params = {"": old.to(device)}, {"": new.to(device)}
+        live, shadow = {"": old.to(device)}, {"": new.to(device)}
         view = 0, tuple(old.shape), tuple(old.stride())
         copied = Copied("", view, view, new, is_exact=True)
         entry = Entry(old.shape, old.dtype, [copied], is_proved=True)
         places = Destinations.of(entry)
         assert places is not None
-        writer = DeviceWriter(device, *params, 1)
+        log = ChangeLog(device, 1 << 12) if is_logged else None
+        writer = DeviceWriter(device, live, shadow if log is None else log, 1)
         logs: list[ChangedElements] = []
         writer.write(list(decode(part)), [places], [old.dtype], logs.append)
-        copy_elements(logs[0], *params)
+        for each in logs:
+            copy_elements(each, live, shadow)
         writer.results()
 
 
@@ -132,35 +181,5 @@ def copy_elements(changed: ChangedElements, live: Params, shadow: Params) -> Non
         addresses = live[param].data_ptr(), shadow[param].data_ptr()
         rows.setdefault(width, []).append([log + 4 * first, *addresses, end - first, 0])
     for width, table in rows.items():
-        owners = _owners(table, 3, 4, device)
-        kernels.copy(_table(table, device), owners, width)
-
-
-def _owners(
-    table: list[list[int]], count: int, first: int, device: torch.device
-) -> torch.Tensor:
-    """The row of each program; notes in each row the number of its first program.
-
-    Args:
-        table: the rows.
-        count: the column of the number of elements.
-        first: the column of the first program.
-        device: of the result.
-
-    """
-    from vllm.inflight.worker.delta.triton_kernels import BLOCK
-
-    num_programs, counts = 0, []
-    for row in table:
-        row[first] = num_programs
-        counts.append(-(-row[count] // BLOCK))
-        num_programs += counts[-1]
-    # Made on the host: the staging thread's default device is its GPU.
-    with torch.device("cpu"):
-        owners = torch.arange(len(table), dtype=torch.int32)
-        owners = owners.repeat_interleave(torch.tensor(counts))
-    return owners.to(device)
-
-
-def _table(rows: list[list[int]], device: torch.device) -> torch.Tensor:
-    return torch.tensor(rows, dtype=torch.int64, device="cpu").to(device)
+        owners = owners_of(table, 3, 4, kernels.BLOCK, device)
+        kernels.copy(table_of(table, device), owners, width)
