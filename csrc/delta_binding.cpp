@@ -16,6 +16,7 @@
 #include "delta.h"
 #include "delta_encode.h"
 #include "parallel.h"
+#include "swap.h"
 
 namespace inflight {
 namespace {
@@ -330,6 +331,26 @@ PyObject* apply_changes(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+PyObject* swap_elements(PyObject*, PyObject* args) {
+  U64 table, num_rows;
+  if (!PyArg_ParseTuple(args, "KK", &table, &num_rows)) return nullptr;
+  const Stretch* stretches = pointer<const Stretch>(table);
+  Sums sums;
+  if (!unlocked([&] {
+        // All are checked before the first element is exchanged.
+        for (uint64_t i = 0; i < num_rows; ++i) {
+          by_width(stretches[i].width, [](auto) {});
+          check_offsets(stretches[i]);
+        }
+        for (uint64_t i = 0; i < num_rows; ++i)
+          by_width(stretches[i].width, [&](auto type) {
+            swap_stretch<decltype(type)>(stretches[i], sums);
+          });
+      }))
+    return nullptr;
+  return Py_BuildValue("KK", U64(sums.a), U64(sums.b));
+}
+
 PyMethodDef methods[] = {
     {"delta_open", open, METH_NOARGS,
      "delta_open() -> a queue of blocks that wait for their part"},
@@ -355,6 +376,10 @@ PyMethodDef methods[] = {
     {"delta_apply", apply_changes, METH_VARARGS,
      "delta_apply(tensor, its elements, places, bits, num, width, whether to add, "
      "num_threads): ValueError if a place is beyond the tensor"},
+    {"swap_elements", swap_elements, METH_VARARGS,
+     "swap_elements(table, num_rows) -> two sums over what was exchanged; a row is the "
+     "addresses of offsets, bits and parameter, their number, elements of the "
+     "parameter, number of the first in the log, width"},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

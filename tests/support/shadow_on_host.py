@@ -140,6 +140,7 @@ def shadow_of(live: torch.nn.Module, second: torch.nn.Module) -> Any:
     made = SimpleNamespace(
         live=live,
         module=second,
+        log=None,
         device=torch.device("cpu"),
         required={n: p.shape for n, p in second.named_parameters()},
         known_names={},

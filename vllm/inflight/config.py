@@ -51,10 +51,18 @@ class InflightConfig:
     staging: str = _knob(
         "auto",
         "Where the shadow weights are, into which an update is loaded while the live "
-        "weights serve. 'device': in GPU memory. 'host': in host memory. 'auto': "
-        "'device' on a GPU, 'host' on the CPU build. 'off': there are none, and "
-        "weight updates are rejected.",
-        choices=("auto", "device", "host", "off"),
+        "weights serve. 'device': in GPU memory. 'host': in host memory. 'delta': "
+        "there are none; an update is kept as the elements that it changes, see "
+        "delta_gib. 'auto': 'device' on a GPU, 'host' on the CPU build. 'off': weight "
+        "updates are rejected.",
+        choices=("auto", "device", "host", "delta", "off"),
+    )
+    delta_gib: float = _knob(
+        0.0,
+        "With staging 'delta', GiB of the log of changed elements on each rank; an "
+        "element of bf16 takes 6 bytes of it. An update that changes more is rejected. "
+        "0: a twentieth of the weights. 0 to 1024.",
+        limits=(0, 1024),
     )
     prefix_cache: str = _knob(
         "versioned",

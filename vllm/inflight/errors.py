@@ -14,6 +14,7 @@ InflightError
  │   ├─ NoTransport          no weight transfer backend is configured
  │   ├─ StagingUnavailable   this engine cannot have shadow weights
  │   │   └─ OutOfDeviceMemory    the device lacks memory for them
+ │   ├─ ChangeLogFull        an update changes more than the log has room for
  │   ├─ NothingToRollBack    there is no rollback target
  │   ├─ PauseConflict        a pause forbids the call, or its mode
  │   ├─ EngineAsleep         the weights are asleep or lost
@@ -317,6 +318,20 @@ class OutOfDeviceMemory(StagingUnavailable):
 
     code = "out_of_device_memory"
     remedy = "Lower --gpu-memory-utilization, or start with --inflight-staging host."
+    missing_bytes = 0
+
+
+class ChangeLogFull(Conflict):
+    """With delta staging, an update changes more elements than its log has room for.
+
+    `missing_bytes` of the log are missing on one rank.
+    """
+
+    code = "change_log_full"
+    remedy = (
+        "Start the engine with the --inflight-delta-gib that the message names, or "
+        "with --inflight-staging device or host. The live weights are unchanged."
+    )
     missing_bytes = 0
 
 

@@ -1,6 +1,6 @@
 """Deltas into two ranks, run as a script: prints what happened as JSON.
 
-Usage: python -m tests.support.engines.delta_ranks CHECKPOINT tensor|pipeline
+Usage: python -m tests.support.engines.delta_ranks CHECKPOINT tensor|pipeline [STAGING]
 """
 
 import sys
@@ -17,13 +17,16 @@ from tests.support.engines.script import tell
 NUM_STEPS = 4
 
 
-def main(folder: str, parallel: str) -> None:
+def main(folder: str, parallel: str, staging: str = "auto") -> None:
     from vllm import LLM, SamplingParams
     from vllm.config.weight_transfer import WeightTransferConfig
 
     from vllm.inflight.trainer import Publisher
 
     ranks: dict[str, Any] = {f"{parallel}_parallel_size": 2}
+    extension = "transport.Extension"
+    if staging == "delta":
+        extension = "unpacked_ranks.Unpacked"
     llm = LLM(
         folder,
         **ranks,
@@ -33,7 +36,8 @@ def main(folder: str, parallel: str) -> None:
         enforce_eager=True,
         disable_log_stats=True,
         weight_transfer_config=WeightTransferConfig(backend="local"),
-        worker_extension_cls="tests.support.engines.transport.Extension",
+        worker_extension_cls=f"tests.support.engines.{extension}",
+        additional_config={"inflight": {"staging": staging, "delta_gib": 0.02}},
     )
     if parallel == "pipeline":
         llm.collective_rpc("tests_make_room")

@@ -12,7 +12,9 @@ from vllm.inflight.delta import Encoder, decode
 from vllm.inflight.worker.delta.destinations import Destinations
 from vllm.inflight.worker.delta.device_writer import DeviceWriter, copy_elements, warm
 from vllm.inflight.worker.replay_plan import Copied, Entry, view_of
+from vllm.inflight.worker.shadow.change_log import ChangeLog
 from vllm.inflight.worker.shadow.changed_elements import elements
+from vllm.inflight.worker.shadow.swap import swap_reference
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -116,11 +118,32 @@ def check() -> None:
         now = new[name][:, 25:] if name == "cut" else new[name]
         is_bad = ~now.float().isfinite() & differ
         assert bad == int(is_bad.sum()), (name, bad)
+    check_logged(changes, places, live, expected, writer.results())
     # After a flip the other set is brought up by the log.
     copy_elements(log, shadow, live)
     for name, param in expected.items():
         bits = ops.INTEGERS[param.itemsize]
         assert torch.equal(elements(live[name], bits), elements(param, bits)), name
+
+
+def check_logged(changes, places, live, expected, results) -> None:
+    """With delta staging the same goes into a log, and nothing is written yet."""
+    before = {name: param.clone() for name, param in live.items()}
+    log = ChangeLog(CPU, 1 << 20)
+    writer = DeviceWriter(CPU, live, log, places)
+    writer.write(changes, note=None)
+    assert writer.results() == results
+    for name, param in live.items():
+        bits = ops.INTEGERS[param.itemsize]
+        assert torch.equal(elements(param, bits), elements(before[name], bits))
+    assert swap_reference(log.stretches, before) == log.expected()
+    for name, param in expected.items():
+        bits = ops.INTEGERS[param.itemsize]
+        assert torch.equal(elements(before[name], bits), elements(param, bits)), name
+    small = ChangeLog(CPU, 1 << 10)
+    DeviceWriter(CPU, live, small, places).write(changes, None)
+    assert small.num_bytes == log.num_bytes
+    assert not small.has_room
 
 
 def compile_kernels() -> None:
@@ -132,7 +155,11 @@ def compile_kernels() -> None:
         constants = [("INTEGER", integer), ("BLOCK", kernels.BLOCK)]
         compile_for_gpu(kernels._copy, tables, constants)
         constants += [("WIDTH", width), ("DIMS", kernels.DIMS)]
-        compile_for_gpu(kernels._write, tables | {"sums": "*i64"}, constants)
+        sums = {"sums": "*i64", "log_sums": "*i64"}
+        for is_logged in (False, True):
+            compile_for_gpu(
+                kernels._write, tables | sums, [*constants, ("IS_LOGGED", is_logged)]
+            )
 
 
 def warmed() -> None:
@@ -153,6 +180,7 @@ def warmed() -> None:
         setattr(module, name, run)
     # The package has a function of the module's name.
     decoding = sys.modules["vllm.inflight.delta.decode"]
+    decode_native = decoding._decode_native
 
     def on_device(part, data, decoded, num_threads):
         slots = decoded.slots, decoded.places, decoded.bits
@@ -161,6 +189,10 @@ def warmed() -> None:
     decoding._decode_native = on_device
     warm(CPU, {torch.bfloat16, torch.float32, torch.float8_e4m3fn})
     assert sorted(ran) == sorted(names * 3)
+    ran.clear()
+    warm(CPU, {torch.bfloat16}, is_logged=True)
+    assert sorted(ran) == sorted(name for name in names if name != "copy")
+    decoding._decode_native = decode_native
 
 
 @pytest.mark.seconds

@@ -191,17 +191,34 @@ def _changes(
     tl.atomic_add(sums + 1, tl.sum(b, 0))
 
 
-def sums_of_changes(
-    places: torch.Tensor, old_bits: torch.Tensor, new_bits: torch.Tensor
-) -> tuple[int, int]:
-    """What changed elements add to both sums of the digest; see ops/digests.py."""
-    num = places.numel()
-    sums = torch.zeros(2, dtype=torch.int64, device=places.device)
-    if num:
+def add_changes(
+    places: torch.Tensor,
+    old_bits: torch.Tensor,
+    new_bits: torch.Tensor,
+    sums: torch.Tensor,
+) -> None:
+    """Add what changed elements contribute to both sums of a digest.
+
+    Args:
+        places: numbers of the elements; int64, on the GPU.
+        old_bits: the elements before, as integers.
+        new_bits: the elements now, likewise.
+        sums: int64; the first two are added to.
+
+    """
+    if num := places.numel():
         _changes[(triton.cdiv(num, CHANGES_PER_PROGRAM),)](
             *(places, old_bits, new_bits, sums, num),
             WIDTH=old_bits.element_size(),
             BLOCK=CHANGES_PER_PROGRAM,
         )
+
+
+def sums_of_changes(
+    places: torch.Tensor, old_bits: torch.Tensor, new_bits: torch.Tensor
+) -> tuple[int, int]:
+    """What changed elements add to both sums of the digest; see ops/digests.py."""
+    sums = torch.zeros(2, dtype=torch.int64, device=places.device)
+    add_changes(places, old_bits, new_bits, sums)
     a, b = sums.tolist()
     return a % 2**64, b % 2**64

@@ -8,19 +8,27 @@ to pass the same test. Real weights could not prove it: those of a norm may all 
 and a matrix may be symmetric.
 
 The patterns are written into the shadow weights, which the update is about to
-overwrite.
+overwrite. With delta staging there are none: a batch of parameters gets memory for its
+patterns, and loses it again.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 
 import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.errors import InflightError
-from vllm.inflight.worker.replay_plan import Entry, Plan, overlapping, replay
+from vllm.inflight.worker.replay_plan import (
+    Entry,
+    Plan,
+    located,
+    overlapping,
+    replay,
+)
 
 NEITHER = 3
 """A value that no compared place of a pattern has: nothing was written there."""
@@ -40,6 +48,9 @@ logger = upstream.init_logger(__name__)
 
 Known = list[tuple[str, Entry]]
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
+Params = Mapping[str, torch.Tensor]
+Lend = Callable[[set[str]], AbstractContextManager[Params]]
+"""Names of parameters → context: these parameters, with memory."""
 
 
 class ReplayCheck:
@@ -51,18 +62,21 @@ class ReplayCheck:
         load: the model's own loader.
         between: called after each batch with the bytes written so far. An exception
             from it ends the check; entries checked by then stay checked.
+        lend: lends memory to the parameters of a batch; by default they have their own.
 
     """
 
     def __init__(
         self,
         plan: Plan,
-        params: Mapping[str, torch.Tensor],
+        params: Params,
         load: Load,
         between: Callable[[int], None] = lambda num_bytes: None,
+        lend: Lend | None = None,
     ) -> None:
         self._plan = plan
         self._params = params
+        self._lend = lend
         self._load = load
         self._between = between
         self._num_bytes = 0
@@ -90,7 +104,7 @@ class ReplayCheck:
             self._plan.prove(entry for _, entry in good)
             wrong |= {name for name, entry in batch if not entry.is_proved}
             self._plan.reject(wrong)
-        if wrong:
+        if wrong and self._lend is None:
             logger.error(
                 "the replay plan disagrees with the model's loaders for %d tensors "
                 "(%s): these go through their loaders at every update, which is slower",
@@ -99,9 +113,17 @@ class ReplayCheck:
             )
 
     def _ambiguous(self) -> set[str]:
-        """Tensors that write to the same elements: their order decides."""
+        """Tensors that write to the same elements: their order decides.
+
+        With delta staging, of a tensor that is proved and one that is not, the latter.
+        """
         params = overlapping(at for _, e in self._plan.items() for at in e.filled)
-        return {n for n, e in self._plan.items() if not params.isdisjoint(e.params)}
+        return {
+            name
+            for name, entry in self._plan.items()
+            if not params.isdisjoint(entry.params)
+            and not (entry.is_proved and self._lend is not None)
+        }
 
     def _has_room(self, batch: Known) -> bool:
         target = next(iter(self._params.values()))
@@ -112,7 +134,15 @@ class ReplayCheck:
 
     def _proves(self, batch: Known) -> bool:
         """Whether loaders and replay do what the entries of a batch say."""
-        touched = {p: self._params[p] for _, entry in batch for p in entry.params}
+        names = {param for _, entry in batch for param in entry.params}
+        if self._lend is None:
+            return self._proves_in({name: self._params[name] for name in names}, batch)
+        with self._lend(names) as lent:
+            return self._proves_in(
+                lent, [(name, located(entry, lent)) for name, entry in batch]
+            )
+
+    def _proves_in(self, touched: Params, batch: Known) -> bool:
         device = next(iter(touched.values())).device
         for digit in range(_num_digits(batch)):
             patterns = dict(_patterns(batch, digit, device))

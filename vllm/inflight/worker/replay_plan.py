@@ -19,8 +19,8 @@ records for that purpose alone.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
@@ -198,11 +198,13 @@ class Plan:
             entry.copies = [c._replace(target=nothing) for c in entry.copies]
             entry.zeros = [z._replace(target=nothing) for z in entry.zeros]
         with self.lock:
-            self._drop(name)
-            self.number += 1
-            self._entries[name] = entry
-            for param in entry.params:
-                self._names.setdefault(param, set()).add(name)
+            self._put(name, entry)
+
+    def restore(self, name: str, entry: Entry) -> None:
+        """Put back an entry that one of another form has replaced."""
+        with self.lock:
+            self._rejected.discard(name)
+            self._put(name, entry)
 
     def passes_over(self, name: str) -> bool:
         """Whether the loader has written nothing of a tensor of that name.
@@ -233,11 +235,30 @@ class Plan:
             self._names.clear()
             self._passed_over.clear()
 
+    def _put(self, name: str, entry: Entry) -> None:
+        self._drop(name)
+        self.number += 1
+        self._entries[name] = entry
+        for param in entry.params:
+            self._names.setdefault(param, set()).add(name)
+
     def _drop(self, name: str) -> None:
         if (entry := self._entries.pop(name, None)) is not None:
             self.number += 1
             for param in entry.params:
                 self._names[param].discard(name)
+
+
+def located(entry: Entry, params: Mapping[str, torch.Tensor]) -> Entry:
+    """The entry with its targets in these parameters."""
+
+    def target(param: str, view: View) -> torch.Tensor:
+        held, (offset, shape, stride) = params[param].data, view
+        return held.as_strided(shape, stride, held.storage_offset() + offset)
+
+    copies = [c._replace(target=target(c.param, c.view)) for c in entry.copies]
+    zeros = [z._replace(target=target(z.param, z.view)) for z in entry.zeros]
+    return replace(entry, copies=copies, zeros=zeros)
 
 
 def overlapping(filled: Iterable[tuple[str, View]]) -> set[str]:

@@ -41,6 +41,8 @@ async def _staging(config: VllmConfig, control: Control) -> str:
         device = getattr(getattr(config, "device_config", None), "device_type", None)
         chosen = "device" if device == "cuda" else "host"
     num_bytes = sum(reply["bytes"] for reply in replies)
+    if chosen == "delta":
+        return f"one set of weights, and a log of {num_bytes / 2**30:.2f} GiB"
     return f"shadow weights of {num_bytes / 2**30:.2f} GiB in {chosen} memory"
 
 

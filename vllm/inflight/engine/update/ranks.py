@@ -120,7 +120,8 @@ class Ranks:
             in_process=not hasattr(core, "input_queue"),
         )
         staging = InflightConfig.of(core.vllm_config).staging
-        if (reason := ranks.reason) is not None and staging in ("device", "host"):
+        is_required = staging in ("device", "host", "delta")
+        if (reason := ranks.reason) is not None and is_required:
             ranks.close()
             raise ConfigError(f"--inflight-staging {staging} is not possible: {reason}")
         return ranks

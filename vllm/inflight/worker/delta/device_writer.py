@@ -13,6 +13,7 @@ from vllm.inflight.delta.decode import DecodedPart, before
 from vllm.inflight.delta.device_decode import launch_table
 from vllm.inflight.worker.delta.destinations import Destinations
 from vllm.inflight.worker.replay_plan import Copied, Entry
+from vllm.inflight.worker.shadow.change_log import ChangeLog
 from vllm.inflight.worker.shadow.changed_elements import ChangedElements, Stretch
 
 Params = Mapping[str, torch.Tensor]
@@ -24,7 +25,7 @@ class DeviceWriter:
     Args:
         device: of the parameters.
         live: the served parameters.
-        shadow: the shadow parameters.
+        shadow: the shadow parameters, or the log that stands for them.
         places: where the elements of each tensor of the delta are served.
 
     """
@@ -33,22 +34,22 @@ class DeviceWriter:
         self,
         device: torch.device,
         live: Params,
-        shadow: Params,
+        shadow: Params | ChangeLog,
         places: Sequence[Destinations],
     ) -> None:
         from vllm.inflight.worker.delta.triton_kernels import COLUMNS, SUMS
 
-        self._device = device
+        self._device, self._shadow = device, shadow
         self._params = [copied.param for each in places for copied in each.copies]
         self._num_copies = np.array([len(each.copies) for each in places])
         self._first_copy = before(self._num_copies)
         number = np.repeat(np.arange(len(places)), self._num_copies)
-        at = {p: (live[p].data_ptr(), shadow[p].data_ptr()) for p in set(self._params)}
         dtypes = [each.entry.dtype for each in places]
         # Of each copy, the columns that are the same for all parts.
         self._rows = np.zeros((len(number), COLUMNS), dtype=np.int64)
-        addresses = [at[param] for param in self._params]
-        self._rows[:, 2:4] = np.array(addresses, dtype=np.int64).reshape(-1, 2)
+        self._rows[:, 2] = _addresses(live, self._params)
+        if not isinstance(shadow, ChangeLog):
+            self._rows[:, 3] = _addresses(shadow, self._params)
         self._rows[:, 7] = number
         self._rows[:, 9] = np.array([ops.nonfinite_limit(d) for d in dtypes])[number]
         self._rows[:, 10] = np.array([ops.NAN_BYTES.get(d, -1) for d in dtypes])[number]
@@ -60,11 +61,12 @@ class DeviceWriter:
     def write(
         self, changes: DecodedPart, note: Callable[[ChangedElements], None]
     ) -> None:
-        """Write these changes into the shadow parameters.
+        """Write these changes into the shadow parameters, or into the log.
 
         Args:
             changes: of one part.
-            note: called with the log of the elements, before the first is written.
+            note: called with the places of the elements, before the first is written
+                into a shadow parameter.
 
         """
         from vllm.inflight.worker.delta import triton_kernels as kernels
@@ -74,24 +76,39 @@ class DeviceWriter:
         copy = np.arange(len(group)) - before(num_copies)[group]
         copy += self._first_copy[changes.numbers][group]
         rows, counts = self._rows[copy], changes.counts[group]
-        firsts, widths = before(counts), changes.widths[group]
-        log = torch.full(
-            (int(counts.sum()),), -1, dtype=torch.int32, device=self._device
-        )
+        widths = changes.widths[group]
+        params = [self._params[number] for number in copy.tolist()]
         rows[:, 0] = changes.places.data_ptr() + 8 * changes.first_places[group]
         rows[:, 1] = changes.bits.data_ptr() + changes.first_bytes[group]
-        rows[:, 4] = log.data_ptr() + 4 * firsts
         rows[:, 5] = counts
         rows[:, 8] = changes.are_differences[group]
-        params = [self._params[number] for number in copy.tolist()]
-        columns = firsts.tolist(), (firsts + counts).tolist(), widths.tolist()
-        stretches = map(Stretch, params, *columns)
-        note(ChangedElements(log, tuple(stretches)))
+        log_sums: torch.Tensor | None = None
+        if isinstance(self._shadow, ChangeLog):
+            groups = zip(params, counts.tolist(), widths.tolist(), strict=True)
+            spaces = [self._shadow.reserve(*each) for each in groups]
+            if not self._shadow.has_room:
+                return  # the rest is counted all the same
+            rows[:, [4, 3, 13]] = np.array(
+                [
+                    (each.offsets.data_ptr(), each.bits.data_ptr(), each.first)
+                    for each in spaces
+                    if each is not None
+                ],
+                dtype=np.int64,
+            ).reshape(-1, 3)
+            log_sums = self._shadow.sums_on_device()
+        else:
+            firsts = before(counts)
+            size = int(counts.sum())
+            offsets = torch.full((size,), -1, dtype=torch.int32, device=self._device)
+            rows[:, 4] = offsets.data_ptr() + 4 * firsts
+            columns = firsts.tolist(), (firsts + counts).tolist(), widths.tolist()
+            note(ChangedElements(offsets, tuple(map(Stretch, params, *columns))))
         for width in np.unique(widths).tolist():
             own = widths == width
             num_programs = -(-counts[own] // kernels.BLOCK)
             table = launch_table(rows[own], 6, num_programs, self._device)
-            kernels.write(*table, self._sums, width)
+            kernels.write(*table, self._sums, width, log_sums)
 
     def results(self) -> list[list[int]]:
         """For each tensor: both halves of what its digest changes by, elements that
@@ -99,8 +116,22 @@ class DeviceWriter:
         return self._sums.tolist()
 
 
-def warm(device: torch.device, dtypes: set[torch.dtype]) -> None:
-    """Compile the kernels for these dtypes now, and not while decoding."""
+def _addresses(params: Params, names: Sequence[str]) -> list[int]:
+    at = {name: params[name].data_ptr() for name in set(names)}
+    return [at[name] for name in names]
+
+
+def warm(
+    device: torch.device, dtypes: set[torch.dtype], *, is_logged: bool = False
+) -> None:
+    """Compile the kernels for these dtypes now, and not while decoding.
+
+    Args:
+        device: of the parameters.
+        dtypes: of the parameters.
+        is_logged: whether changes go into the log of delta staging.
+
+    """
     for width in {dtype.itemsize for dtype in dtypes}:
         # Changes that are far apart, which are coded as gaps, and one that is not.
         olds = [
@@ -115,16 +146,17 @@ def warm(device: torch.device, dtypes: set[torch.dtype]) -> None:
         (host,) = [*parts, *encoder.finish()]
         part = Part(host.table, host.data.to(device))
         part.check([old.numel() for old in olds], [width] * len(olds))
-        params = [
+        live, shadow = (
             {str(number): old.to(device) for number, old in enumerate(olds)}
             for _ in ("live", "shadow")
-        ]
-        writer = DeviceWriter(
-            device, params[0], params[1], [_whole(*each) for each in enumerate(olds)]
         )
+        log = ChangeLog(device, 1 << 12) if is_logged else None
+        places = [_whole(*each) for each in enumerate(olds)]
+        writer = DeviceWriter(device, live, shadow if log is None else log, places)
         logs: list[ChangedElements] = []
         writer.write(decode(part), logs.append)
-        copy_elements(logs[0], params[0], params[1])
+        for each in logs:
+            copy_elements(each, live, shadow)
         writer.results()
 
 

@@ -1,4 +1,7 @@
-"""Writing a delta on a GPU: one launch for all changes of a part."""
+"""Writing a delta on a GPU: one launch for all changes of a part.
+
+The changes go into the shadow parameters, or into the log of delta staging.
+"""
 
 from __future__ import annotations
 
@@ -29,22 +32,24 @@ INTEGERS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 # No argument is specialised, because compiling holds the interpreter's lock. The kernel
 # that was compiled at start-up has to fit every tensor.
-@triton.jit(do_not_specialize_on_alignment=["rows", "owners", "sums"])
+@triton.jit(do_not_specialize_on_alignment=["rows", "owners", "sums", "log_sums"])
 def _write(
     rows,
     owners,
     sums,
+    log_sums,
     WIDTH: tl.constexpr,
     INTEGER: tl.constexpr,
     BLOCK: tl.constexpr,
     DIMS: tl.constexpr,
+    IS_LOGGED: tl.constexpr,
 ):
     program = tl.program_id(0)
     row = rows + tl.load(owners + program).to(tl.int64) * (16 + 3 * DIMS)
     places = tl.load(row).to(tl.pointer_type(tl.int64))
     bits = tl.load(row + 1).to(tl.pointer_type(INTEGER))
     live = tl.load(row + 2).to(tl.pointer_type(INTEGER))
-    shadow = tl.load(row + 3).to(tl.pointer_type(INTEGER))
+    target = tl.load(row + 3).to(tl.pointer_type(INTEGER))
     log = tl.load(row + 4).to(tl.pointer_type(tl.int32))
     num = tl.load(row + 5)
     block = program - tl.load(row + 6)
@@ -72,9 +77,18 @@ def _write(
     change = tl.load(bits + at, mask=is_here, other=0)
     before = tl.load(live + offset, mask=is_here, other=0)
     now = tl.where(is_added != 0, before + change, change).to(INTEGER)
-    tl.store(shadow + offset, now, mask=is_here)
+    if IS_LOGGED:
+        tl.store(target + at, now, mask=is_here)
+    else:
+        tl.store(target + offset, now, mask=is_here)
     tl.store(log + at, tl.where(is_here, offset, -1).to(tl.int32), mask=inside)
     before64, now64 = before.to(tl.int64), now.to(tl.int64)
+    if IS_LOGGED:
+        first = tl.load(row + 13)
+        c, d = change_terms((first + at) * WIDTH, before64, now64, WIDTH)
+        tl.atomic_add(log_sums, tl.sum(tl.where(is_here, c, 0), 0))
+        tl.atomic_add(log_sums + 1, tl.sum(tl.where(is_here, d, 0), 0))
+        tl.atomic_add(log_sums + 2, tl.sum(is_here.to(tl.int64), 0))
     a, b = change_terms(place * WIDTH, before64, now64, WIDTH)
     tl.atomic_add(sum_of, tl.sum(tl.where(is_here, a, 0), 0))
     tl.atomic_add(sum_of + 1, tl.sum(tl.where(is_here, b, 0), 0))
@@ -103,23 +117,29 @@ def _copy(rows, owners, INTEGER: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def write(
-    rows: torch.Tensor, owners: torch.Tensor, sums: torch.Tensor, width: int
+    rows: torch.Tensor,
+    owners: torch.Tensor,
+    sums: torch.Tensor,
+    width: int,
+    log_sums: torch.Tensor | None = None,
 ) -> None:
-    """Write changes of one element width into the shadow weights.
+    """Write changes of one element width into the shadow weights, or into a log.
 
     Args:
         rows: int64 [groups, COLUMNS] on the GPU.
         owners: the row of each program; int32.
         sums: int64 [tensors, SUMS]; it is added to.
         width: bytes of an element.
+        log_sums: of the log of delta staging, see change_log.py; None without it.
 
     """
     _write[(len(owners),)](
-        *(rows, owners, sums),
+        *(rows, owners, sums, sums if log_sums is None else log_sums),
         WIDTH=width,
         INTEGER=INTEGERS[width],
         BLOCK=BLOCK,
         DIMS=DIMS,
+        IS_LOGGED=log_sums is not None,
     )
 
 

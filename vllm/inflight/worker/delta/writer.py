@@ -5,6 +5,9 @@ brought up first: by the places that the last delta has changed, or by a copy of
 parameters that differ. Then each change is read from the served weights, proved, and
 written into the shadow weights.
 
+With delta staging there are none. The changes go into a log, and a commit exchanges
+them with the served bits (change_log.py).
+
 The proof: a digest adds up over elements (docs/digest.md). So the digest of the new
 tensor is that of the served one, plus what the changed elements contribute now, minus
 what they contributed before. It has to be the announced one. The elements that do not
@@ -26,7 +29,11 @@ from vllm.inflight.delta.part import bring_tables
 from vllm.inflight.delta.parts import ArrivingParts, Pair
 from vllm.inflight.errors import Cause, DeltaUnsupported, Malformed
 from vllm.inflight.update import TensorSpec
-from vllm.inflight.worker.delta.destinations import Destinations, KnownDestinations
+from vllm.inflight.worker.delta.destinations import (
+    Destinations,
+    Found,
+    KnownDestinations,
+)
 from vllm.inflight.worker.delta.device_writer import DeviceWriter, copy_elements
 from vllm.inflight.worker.delta.order import Order
 from vllm.inflight.worker.delta.shares import Term, share
@@ -46,7 +53,7 @@ Problem = tuple[str, Cause, str]
 
 
 class DeltaWriter:
-    """Writes one delta into the shadow weights of one rank.
+    """Writes one delta into the shadow weights of one rank, or into its log.
 
     Args:
         shadow: the shadow model, whose parameters lie where they are served.
@@ -69,6 +76,7 @@ class DeltaWriter:
     ) -> None:
         assert shadow.module is not None
         self._shadow = shadow
+        self._log = shadow.log
         self._specs = list(specs.values())
         self._served = served
         self._allow_nonfinite = allow_nonfinite
@@ -103,17 +111,21 @@ class DeltaWriter:
         assert self._shadow.module is not None
         known = KnownDestinations.of(self._shadow.module)
         self._places = [self._find(spec, known) for spec in self._specs]
-        for name in self.params:
+        for name in self.params if self._log is None else ():
             if self._new[name].device != self._live[name].device:
                 raise DeltaUnsupported(
                     "the shadow weights are in host memory, where no delta is applied",
                     remedy="Send whole versions, or start with another "
                     "--inflight-staging.",
                 )
-        bring_up(self._shadow, self._live, self._new, self._between)
+        if self._log is None:
+            bring_up(self._shadow, self._live, self._new, self._between)
         if self._shadow.device.type == "cuda":
             self._on_device = DeviceWriter(
-                self._shadow.device, self._live, self._new, self._places
+                self._shadow.device,
+                self._live,
+                self._new if self._log is None else self._log,
+                self._places,
             )
 
     def take(self, pairs: Iterable[Pair]) -> None:
@@ -147,10 +159,13 @@ class DeltaWriter:
 
         Raises:
             Malformed: a part has not arrived, or its data is malformed.
+            ChangeLogFull: with delta staging, the log had no room for all changes.
 
         """
         self._parts.require_all()
         self.require_sound()
+        if self._log is not None:
+            self._log.require_room()
         if self._on_device is not None:
             for number, (a, b, bad, num) in enumerate(self._on_device.results()):
                 self._sums[number] = ops.Digest(a % 2**64, b % 2**64)
@@ -262,23 +277,32 @@ class DeltaWriter:
                 at, change = changes.places[found.chosen], bits[found.chosen]
             old = elements(self._live[found.param], bits.dtype)[found.offsets]
             new = old + change if changes.are_differences else change
-            # Noted before it is written, so that an aborted update is brought up too.
-            stretch = Stretch(found.param, 0, len(new), dtype.itemsize)
-            offsets = found.offsets.to(torch.int32)
-            self._shadow.note_changed(ChangedElements(offsets, (stretch,)))
-            elements(self._new[found.param], bits.dtype)[found.offsets] = new
+            self._put(found, old, new)
             self._num_written[number] += len(new)
             self._sums[number] += ops.digest_of_changes(at, old, new, dtype.itemsize)
             if not self._allow_nonfinite:
                 (bad,) = ops.count_nonfinite([new.view(dtype)])
                 self._num_bad[number] += bad
 
+    def _put(self, found: Found, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Write elements of a parameter into the shadow weights, or into the log."""
+        if self._log is not None:
+            self._log.add(found.param, found.offsets, old, new)
+            return
+        # Noted before it is written, so that an aborted update is brought up too.
+        stretch = Stretch(found.param, 0, len(new), new.element_size())
+        offsets = found.offsets.to(torch.int32)
+        self._shadow.note_changed(ChangedElements(offsets, (stretch,)))
+        elements(self._new[found.param], new.dtype)[found.offsets] = new
+
     def _samples(self) -> Samples | None:
         """Samples of the changed tensors, read from the shadow weights.
 
-        None if this rank does not serve the whole of one of them.
+        None if this rank does not serve the whole of one of them. None as well with
+        delta staging, where the new tensors are nowhere as a whole.
         """
-        if not all(places.has_all for places in self._places):
+        is_here = all(places.has_all for places in self._places)
+        if self._log is not None or not is_here:
             return None
         shadow = self._shadow
         sampler = Sampler(shadow.views, shadow.plan, shadow.device)

@@ -61,6 +61,16 @@ PLAIN = (
 )
 
 
+def is_packed(layer: torch.nn.Module) -> bool:
+    """Whether a layer multiplies with a packed form of its weight.
+
+    Upstream keeps the packed form in the callable. A layer that multiplies with the
+    weight itself has a callable that holds nothing.
+    """
+    holds = getattr(vars(layer).get(PACKED), "__closure__", None)
+    return bool(holds) or UNPACKED in vars(layer)
+
+
 @dataclass(frozen=True, slots=True)
 class Reached:
     """An object that a layer can reach.

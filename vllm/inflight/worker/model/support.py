@@ -24,7 +24,11 @@ from vllm.inflight.worker.model import (
     parallelism,
     quantized,
 )
-from vllm.inflight.worker.model.hidden_weights import IMPLEMENTATION, HiddenWeights
+from vllm.inflight.worker.model.hidden_weights import (
+    IMPLEMENTATION,
+    HiddenWeights,
+    is_packed,
+)
 from vllm.inflight.worker.model.layers import buffer_names, layers
 
 logger = upstream.init_logger(__name__)
@@ -301,6 +305,24 @@ def difference(live: torch.nn.Module, shadow: torch.nn.Module) -> str | None:
             if param.is_cpu:
                 continue  # the CPU build takes packed weights out of their parameters
             if _form(param) != _form(other):
+                return f"the layout of {name}.{key} changes after loading"
+    return None
+
+
+def layouts_differ(live: torch.nn.Module, hollow: torch.nn.Module) -> str | None:
+    """Why the live parameters do not lie as loaders write them; None if they do.
+
+    Args:
+        live: the model that is served.
+        hollow: a second tree of it, in load format.
+
+    """
+    for (name, a), (_, b) in zip(layers(live), layers(hollow), strict=True):
+        if is_packed(a):
+            return f"layer {name} is packed for the GEMM of the CPU build"
+        for key in sorted(_filled(a) | _filled(b)):
+            param, other = a._parameters.get(key), b._parameters.get(key)
+            if param is None or other is None or _form(param) != _form(other):
                 return f"the layout of {name}.{key} changes after loading"
     return None
 

@@ -5,6 +5,8 @@ before and after. So compiled graphs and tied layers, which refer to it, need no
 Two flips restore the first state, so a rollback is as fast as a commit.
 
 - `Exchange`, on the CPU build: every pair of tensors exchanges its storage.
+- `Swap` (swap.py), with delta staging: the elements of a log are exchanged with the
+  live ones. The addresses stay.
 - `PageFlip`, on a GPU with an arena: two address ranges exchange their pages. The
   addresses stay, and so do captured graphs.
 - `Copy`, on a GPU without an arena: the new weights are copied over the live ones.
@@ -26,6 +28,7 @@ from vllm.inflight.worker.model.cpu_packing import UNPACKED
 from vllm.inflight.worker.model.hidden_weights import PACKED
 from vllm.inflight.worker.model.layers import layers, parameters
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
+from vllm.inflight.worker.shadow.swap import Swap
 
 Tensors = tuple[torch.Tensor, torch.Tensor]
 """A tensor of the live model and its counterpart in the shadow model."""
@@ -42,6 +45,9 @@ class Flip(Protocol):
 def flip_of(shadow: ShadowModel) -> Flip:
     """The flip between a model and its shadow model, prepared in advance."""
     assert shadow.module is not None
+    if shadow.log is not None:
+        live = {name: param for name, _, _, param in parameters(shadow.live)}
+        return Swap(shadow.log, live)
     if shadow.arenas:
         return PageFlip(shadow.arenas, shadow.device)
     if shadow.is_reversible:

@@ -7,7 +7,8 @@ So a reload has no layers to pack afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -60,12 +61,53 @@ def mirror_parameters(
             if param is None or built is None or is_quantised(b):
                 continue
             if id(param) not in made:  # tied layers share one object
-                shadow_param = torch.nn.Parameter(make(param.data), requires_grad=False)
-                shadow_param.__class__ = type(built)
-                shadow_param.__dict__.update(vars(built))
-                made[id(param)] = shadow_param
+                made[id(param)] = in_place_of(built, make(param.data))
             b._parameters[key] = made[id(param)]
     ModelState.of(module).set(Mirrored(quantised_layers(module)))
+
+
+def in_place_of(built: torch.nn.Parameter, data: torch.Tensor) -> torch.nn.Parameter:
+    """A parameter with the class, the loaders and the shard of `built`."""
+    made = torch.nn.Parameter(data, requires_grad=False)
+    made.__class__ = type(built)
+    made.__dict__.update(vars(built))
+    return made
+
+
+def mark_hollow(module: torch.nn.Module) -> None:
+    """Note that the parameters of `module`, on `meta`, are in kernel format."""
+    ModelState.of(module).set(Mirrored([]))
+
+
+@contextmanager
+def lent_memory(
+    module: torch.nn.Module, names: set[str], device: torch.device
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Context: these parameters of a tree on `meta` have memory on a device.
+
+    What is written there is lost at the end.
+    """
+    named = {id(p): name for name, p in module.named_parameters() if name in names}
+    lent: dict[str, torch.nn.Parameter] = {}
+    replaced: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
+    try:
+        for layer in module.modules():
+            for key, param in layer._parameters.items():
+                if param is None or (name := named.get(id(param))) is None:
+                    continue
+                if name not in lent:  # tied layers share one object
+                    data = torch.empty_strided(
+                        *(param.shape, param.stride()),
+                        dtype=param.dtype,
+                        device=device,
+                    )
+                    lent[name] = in_place_of(param, data)
+                replaced.append((layer, key, param))
+                layer._parameters[key] = lent[name]
+        yield dict(lent)
+    finally:
+        for layer, key, param in replaced:
+            layer._parameters[key] = param
 
 
 def mirror_processed(

@@ -10,6 +10,10 @@ The shadow model then holds the rollback target, until the next update writes.
 On a GPU its parameters are shadow parameters (see parameters.py). They lie in the
 shadow range of the arena. Without an arena they lie in memory that a commit copies
 from.
+
+With delta staging the parameters of this tree have no memory at all: they are on
+`meta`. The tree tells what the loaders would do with a tensor, and a log takes the
+elements that an update changes (change_log.py).
 """
 
 from __future__ import annotations
@@ -38,10 +42,16 @@ from vllm.inflight.worker.model.drafter import (
     trees,
 )
 from vllm.inflight.worker.model.layers import layers
-from vllm.inflight.worker.replay_check import ReplayCheck
+from vllm.inflight.worker.model.one_set import one_set_obstacle
+from vllm.inflight.worker.replay_check import (
+    BATCH_BYTES,
+    MARGIN_BYTES,
+    ReplayCheck,
+)
 from vllm.inflight.worker.replay_plan import Plan
 from vllm.inflight.worker.shadow import parameters
 from vllm.inflight.worker.shadow.build import build_second
+from vllm.inflight.worker.shadow.change_log import ChangeLog, capacity_of
 from vllm.inflight.worker.shadow.changed_elements import ChangedElements
 from vllm.inflight.worker.verify import gpu_digest
 from vllm.inflight.worker.verify.ignored_tensors import IgnoredTensors
@@ -97,8 +107,13 @@ class ShadowModel:
         """The arenas that hold live and shadow weights, if there are any."""
         self.busy: torch.Event | None = None
         """Set while a commit may still be copying from this model."""
-        self.plan = Plan(is_replayed=device.type != "cpu")
+        self._config = InflightConfig.of(vllm_config)
+        has_parameters = self._config.staging != "delta"
+        self.plan = Plan(is_replayed=has_parameters and device.type != "cpu")
         """The record of what loaders do; replayed where parameters stay in place."""
+        self.log: ChangeLog | None = None
+        """What an update changes, with delta staging; there are no shadow parameters
+        then."""
         self.tables: gpu_digest.Tables = {}
         self.views: dict[str, torch.Tensor] = {}
         """Checkpoint name → the view that samples a tensor received in place."""
@@ -127,11 +142,11 @@ class ShadowModel:
                 f"the shadow model could not be built: {type(error).__name__}: {error}"
             )
         if self.reason is not None:
-            self.module, self.arenas = None, ()
+            self.module, self.arenas, self.log = None, (), None
             self.plan.forget()
             self.required.clear()
             return
-        if device.type == "cpu":
+        if device.type == "cpu" and self.log is None:
             self.stale.update(self.required)  # no copy of the live weights yet
 
     def _build(self, vllm_config: upstream.VllmConfig) -> str | None:
@@ -151,8 +166,11 @@ class ShadowModel:
             parallel.data_parallel_size == 1 or not moe.are_shared_out(live)
         )
         self.tp_size = parallel.tensor_parallel_size
+        is_logged = self._config.staging == "delta"
+        if is_logged and (reason := one_set_obstacle(live, vllm_config)) is not None:
+            return reason
         # On a GPU there is memory for the shadow parameters, and for no others.
-        is_cpu = self.device.type == "cpu"
+        is_cpu = self.device.type == "cpu" and not is_logged
         # The map from ranks to experts is read while a model is built.
         nowhere = "cpu" if moe.are_shared_out(live) else "meta"
         at = self.device if is_cpu else torch.device(nowhere)
@@ -165,7 +183,25 @@ class ShadowModel:
         if (reason := support.difference(live, self.module)) is not None:
             return reason
         self._note_parameters()
+        if is_logged:
+            return self._open_log()
         return None if is_cpu else self._settle_in(vllm_config)
+
+    def _open_log(self) -> str | None:
+        """Allocate the log of delta staging; returns the reason if there is none."""
+        assert self.module is not None
+        if (reason := support.layouts_differ(self.live, self.module)) is not None:
+            return reason
+        dtypes = {param.dtype for param in self.module.parameters()}
+        if self.device.type == "cuda":
+            gpu_digest.warm(self.device, dtypes)
+        parameters.mark_hollow(self.module)
+        capacity = capacity_of(self._config.delta_gib, self.nbytes)
+        try:
+            self.log = ChangeLog(self.device, capacity)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            return f"there is no memory for a log of {capacity} bytes: {error}"
+        return None
 
     def _note_parameters(self) -> None:
         """Record the parameters to fill, while they are in load format."""
@@ -219,13 +255,16 @@ class ShadowModel:
     @property
     def is_reversible(self) -> bool:
         """Whether a commit leaves the version before in this model."""
-        return self.device.type == "cpu" or bool(self.arenas)
+        has_both = self.device.type == "cpu" or bool(self.arenas)
+        return has_both or self.log is not None
 
     @property
     def copied_bytes(self) -> int:
-        """Device bytes of the shadow parameters in torch's own memory."""
+        """Device bytes of shadow parameters, or of the log, in torch's own memory."""
         if self.module is None or self.device.type == "cpu" or self.arenas:
             return 0
+        if self.log is not None:
+            return self.log.capacity
         own = self.module.parameters()
         return sum(param.nbytes for param in own if param.device == self.device)
 
@@ -238,6 +277,11 @@ class ShadowModel:
             shape.numel() * getattr(torch, self.dtypes[name]).itemsize
             for name, shape in self.required.items()
         )
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the shadow weights, or of the log that is in their place."""
+        return self.nbytes if self.log is None else self.log.capacity
 
     def place(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype
@@ -308,7 +352,7 @@ class ShadowModel:
         elif self.busy is not None:
             self.busy.synchronize()
             self.busy = None
-        elif self.device.type == "cpu":
+        elif self.device.type == "cpu" and self.log is None:
             assert self.module is not None
             if not self._processed:
                 parameters.mirror_processed(
@@ -351,6 +395,26 @@ class ShadowModel:
         check = ReplayCheck(self.plan, params, self.load, between)
         self.stale.update(check.begun())
         check.run()
+
+    def learn(self) -> None:
+        """Check the recorded loads that are not checked yet, with delta staging."""
+        assert self.module is not None
+        device = self._device_to_learn_on()
+        lend = functools.partial(parameters.lent_memory, self.module, device=device)
+        params = dict(self.module.named_parameters())
+        with torch.no_grad(), device:
+            ReplayCheck(self.plan, params, self.load, lend=lend).run()
+
+    def _device_to_learn_on(self) -> torch.device:
+        """The GPU, if it has room for the patterns of a check; else the host."""
+        sizes = (entry.nbytes for _, entry in self.plan.items() if not entry.is_proved)
+        # Patterns, the parameters they are loaded into, and what is compared.
+        needed = 4 * max(BATCH_BYTES, *sizes, 0) + MARGIN_BYTES
+        if self.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self.device)
+            if free > needed:
+                return self.device
+        return torch.device("cpu")
 
     def note_changed(self, log: ChangedElements) -> None:
         """These elements may differ from the live weights from now on.

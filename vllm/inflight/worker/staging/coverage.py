@@ -219,7 +219,7 @@ class Coverage:
             upstream.initialize_layerwise_reload(self._module)
             yield
         finally:
-            self._unwatch_loaders()
+            self.unwatch_loaders()
             layerwise_reload.leave(self._module)
 
     def begin(self, name: str) -> None:
@@ -290,9 +290,9 @@ class Coverage:
             vars(self._module)["load_weights"] = self._outside.pop()
             if vars(self._module)["load_weights"] is None:
                 del vars(self._module)["load_weights"]
-        self._unwatch_loaders()
+        self.unwatch_loaders()
 
-    def _unwatch_loaders(self) -> None:
+    def unwatch_loaders(self) -> None:
         """Stop watching the loaders of parameters."""
         # Upstream keeps these tensors and their loaders for the next reload. A tied
         # tensor is watched twice, so the order is reversed.

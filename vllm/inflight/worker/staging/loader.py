@@ -19,14 +19,22 @@ from typing import Any
 import torch
 
 from vllm.inflight import ops
-from vllm.inflight.errors import Cancelled, Cause, InflightError, WeightsMismatch
+from vllm.inflight.errors import (
+    Cancelled,
+    Cause,
+    InflightError,
+    StagingUnavailable,
+    WeightsMismatch,
+)
 from vllm.inflight.tensor_names import PLAIN
 from vllm.inflight.transport.buckets.reassembly import Destination
 from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.update import Manifest, TensorSpec
+from vllm.inflight.worker.delta.dense import log_differences
 from vllm.inflight.worker.delta.whole_tensors import DeltaTensors
 from vllm.inflight.worker.delta.writer import DeltaWriter
 from vllm.inflight.worker.model.classifier import SCORE
+from vllm.inflight.worker.model.layers import parameters
 from vllm.inflight.worker.replay_plan import Entry, replay
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.staging.coverage import Coverage
@@ -81,6 +89,10 @@ class UpdateLoader:
         """Context in which no flip exchanges live and shadow weights."""
         assert shadow.module is not None
         self._module = shadow.module
+        self._live: dict[str, torch.Tensor] = {}
+        """With delta staging: the live parameters, which tensors are compared with."""
+        if shadow.log is not None:
+            self._live = {name: param for name, *_, param in parameters(shadow.live)}
         self.coverage = Coverage(
             shadow.module,
             shadow.required,
@@ -126,6 +138,7 @@ class UpdateLoader:
         """What writes a delta element by element; None before its first chunk."""
         # A plan on a GPU may be given up, and is not replayed any more then, either.
         is_packed = shadow.device.type == "cpu" and not shadow.plan.is_replayed
+        is_packed &= shadow.log is None
         self._keeps = is_packed and verify and bool(manifest.tensors)
         self._kept: dict[str, torch.Tensor] = {}
         """The accepted tensors, on the CPU build, for a later delta."""
@@ -158,14 +171,15 @@ class UpdateLoader:
         called again for the following ones, so that the error can name all of them; see
         `require_taken`.
         """
-        if self.is_delta and self._shadow.plan.is_replayed:
+        has_places = self._shadow.plan.is_replayed or self._shadow.log is not None
+        if self.is_delta and has_places:
             return self._write(weights)
         if self.is_delta:
             weights = self._changed(weights)
         return self._load_all(weights)
 
     def _write(self, parts: Iterable[Pair]) -> None:
-        """Write a delta into shadow parameters, element by element."""
+        """Write a delta into shadow parameters or a log, element by element."""
         batches = self._drawn(parts)
         try:
             if (first := next(batches, None)) is None:
@@ -296,12 +310,52 @@ class UpdateLoader:
                     self._computed.setdefault(param, []).append(name)
                 if entry.num_unread and self._shadow.is_alone:
                     self._checks.note_cut(name, entry.num_unread)
+                elif self._shadow.log is not None:
+                    if coverage.num_loads > before and not self._checks.is_rejected:
+                        self._log_new(name, tensor, entry)
                 elif self._shadow.plan.entry(name, tensor) is None:
                     self._shadow.plan.keep(name, entry)
                 # A transport reuses memory that no tensor refers to.
                 coverage.handed = coverage.entry = None
                 del tensor
             self._progress(self.num_bytes, self._checks.num_seen)
+
+    def _log_new(self, name: str, tensor: torch.Tensor, entry: Entry) -> None:
+        """Log a tensor that the destination table did not have in this form.
+
+        Args:
+            name: of the tensor.
+            tensor: as it came.
+            entry: what its loader has just done, without memory to write to.
+
+        Raises:
+            StagingUnavailable: the loader does more than to copy it.
+
+        """
+        plan = self._shadow.plan
+        known = plan.known(name)
+        plan.keep(name, entry)
+        self.coverage.unwatch_loaders()
+        try:
+            self._shadow.learn()
+        finally:
+            self.coverage.watch_loaders()
+        if plan.entry(name, tensor) is not entry or not entry.is_proved:
+            if known is not None:
+                plan.restore(name, known)
+            raise StagingUnavailable(
+                f"{name!r} cannot be updated with --inflight-staging delta: the "
+                f"model's loader does not only copy a tensor of shape "
+                f"{list(tensor.shape)} and dtype {_name_of(tensor.dtype)}",
+                tensors=[name],
+                remedy="Send the tensor as the start checkpoint has it, or start the "
+                "engine with another --inflight-staging.",
+            )
+        self._log_known(entry, tensor)
+
+    def _log_known(self, entry: Entry, tensor: torch.Tensor) -> None:
+        assert self._shadow.log is not None
+        log_differences(self._shadow.log, self._live, entry, tensor)
 
     def _without_head(self, accepted: list[Pair]) -> list[Pair]:
         """Load the score of a classifier, if the tensor it is made of has come.
@@ -353,6 +407,8 @@ class UpdateLoader:
         """Load the tensors that the plan replays, in one call; returns the others."""
         plan = self._shadow.plan
         fresh, known = [], []
+        if self._shadow.log is not None:  # a record is of a tensor without gaps
+            pairs = [(name, tensor.contiguous()) for name, tensor in pairs]
         for name, tensor in pairs:
             entry = plan.entry(name, tensor)
             if entry is None or not entry.is_proved:
@@ -362,7 +418,10 @@ class UpdateLoader:
             self.coverage.replayed(entry)
             if self._checks.is_renamed(name, self.coverage.fills):
                 self._renamed.update(param for param, _ in entry.filled)
-        replay(known)
+        if self._shadow.log is None:
+            replay(known)
+        for entry, tensor in known if self._shadow.log is not None else ():
+            self._log_known(entry, tensor)
         return fresh
 
     def _drawn(self, weights: Iterable[Pair]) -> Iterator[list[Pair]]:
@@ -423,7 +482,7 @@ class UpdateLoader:
 
     def _judge(self, name: str, digest: ops.Digest, num_nonfinite: int) -> None:
         converted = self._converted.get(name)
-        served_as = str(converted).removeprefix("torch.") if converted else None
+        served_as = None if converted is None else _name_of(converted)
         self._checks.judge(name, digest, num_nonfinite, served_as)
 
     def _served_as(self, name: str, dtype: torch.dtype) -> torch.dtype | None:
@@ -574,6 +633,12 @@ class UpdateLoader:
             for name, digest, bad in self._gpu_digest.results():
                 self._judge(name, digest, bad)
             samples = self._sampler.samples()
+        if self.coverage.has_strays and self._shadow.log is not None:
+            raise StagingUnavailable(
+                "the model's loader fills parameters from tensors that it has kept or "
+                "computed, which --inflight-staging delta cannot follow",
+                remedy="Start the engine with another --inflight-staging.",
+            )
         if self.coverage.has_strays:
             self._shadow.plan.forget()  # a replay would leave them out
         why = "it is filled by tensors of two names"
@@ -589,6 +654,8 @@ class UpdateLoader:
         self._note_unused()
         if checks.objects:
             raise self._mismatch(is_end=True)
+        if self._shadow.log is not None:
+            self._shadow.log.require_room()
         return Content(checks.facts(), samples, self._kept)
 
     def _verdict_of(self, writer: DeltaWriter) -> Content:
@@ -655,3 +722,7 @@ class UpdateLoader:
             for _, hollow in self._checks.hollow([name]):
                 found, _ = self.coverage.asked(self._load, (name, hollow))
         return found
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

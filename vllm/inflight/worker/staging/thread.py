@@ -97,6 +97,8 @@ class StagingThread(Background):
         self._is_open = self._transport_open = False
         """Whether an update may have written to the shadow weights; whether a transport
         is loading into them."""
+        self._log_number: int | None = None
+        """Of the log of delta staging, when it was emptied for this update."""
         self._status = Status(serial, "open")
         self._posted = 0.0
         self._num_proved = 0
@@ -248,6 +250,8 @@ class StagingThread(Background):
             self._status = replace(self._status, opened=False)
             raise
         self._is_open = True
+        if self._shadow.log is not None:
+            self._log_number = self._shadow.log.number
         if not self._intake.is_delta:
             self._shadow.forget_changed()
         self._shadow.prove(self._between_proofs)  # it writes, so it comes no sooner
@@ -348,8 +352,10 @@ class StagingThread(Background):
         intake.require_finite()
         require_same_numbers(shadow.live, shadow.module, begun & shadow.quantised)
         retie(shadow, begun)
+        carried = 0
         try:
-            carried = copy_unsent(shadow, begun | intake.written, self._between)
+            if shadow.log is None:  # else the parameters that were not sent just stay
+                carried = copy_unsent(shadow, begun | intake.written, self._between)
             derive(shadow.module, self._worker.model_config.dtype)
         finally:
             # The next update may write to the same places from another stream.
@@ -366,7 +372,7 @@ class StagingThread(Background):
         self._status = replace(
             self._status,
             carried=carried,
-            drift=self._stager.staged(whole),
+            drift=self._stager.staged(whole, self._log_number),
             sent=digest,
             shares=intake.shares,
             digest=whole_digest,

@@ -37,6 +37,7 @@ from vllm.inflight.worker.integrity.scrub import (
     copies,
     marks_of,
 )
+from vllm.inflight.worker.shadow import swap
 from vllm.inflight.worker.shadow.flip import Flip, flip_of
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.staging.thread import StagingThread, post_failure
@@ -162,7 +163,7 @@ class StagingWorker:
         return {
             "rank": self.rank,
             "reason": self.shadow.reason,
-            "bytes": self.shadow.nbytes,
+            "bytes": self.shadow.staging_bytes,
             "is_reversible": self.shadow.is_reversible,
             "has_drafter": self.shadow.has_drafter,
             "has_mtp": getattr(self.shadow.live, "is_mtp", False),
@@ -172,8 +173,12 @@ class StagingWorker:
         """Compile the kernels for deltas, before there is anything to decode."""
         module, device = self.shadow.module, self.worker.device
         if device.type == "cuda" and module is not None:
+            dtypes = {param.dtype for param in module.parameters()}
+            is_logged = self.shadow.log is not None
             with self.staging_stream():
-                device_writer.warm(device, {p.dtype for p in module.parameters()})
+                device_writer.warm(device, dtypes, is_logged=is_logged)
+                if is_logged:
+                    swap.warm(device, dtypes)
 
     def command(self, serial: int, command: messages.Command) -> None:
         """Enqueue one command of update `serial`; the outcome is posted."""
@@ -211,6 +216,8 @@ class StagingWorker:
         with self.between_flips(is_cancelled):
             self._flip = None
             self._contents[1] = self._marks[1] = None
+            if self.shadow.log is not None:
+                self.shadow.log.clear()
 
     @contextmanager
     def between_flips(self, is_cancelled: Callable[[], bool]) -> Iterator[None]:
@@ -256,20 +263,41 @@ class StagingWorker:
         """What is served, tensor by tensor, if that is known."""
         return self._contents[0]
 
-    def staged(self, content: Content | None) -> dict[str, object] | None:
+    def staged(
+        self, content: Content | None, log_number: int | None = None
+    ) -> dict[str, object] | None:
         """The shadow weights are whole: a flip may exchange them with the live ones.
 
-        Returns its drift from what is served.
+        Args:
+            content: of the staged version.
+            log_number: with delta staging, the number of the log since the update began
+                to compare with the live weights.
+
+        Returns:
+            its drift from what is served.
+
+        Raises:
+            EngineFault: somebody else has written into the live weights since.
+
         """
         flip = self.make_flip()
         module = self.shadow.module
         assert module is not None
         facts = self._facts(content)
+        log, marks = self.shadow.log, Digests()
         with self._laying, undirected():
             layout = self._where()
-            self._marks[1] = marks_of(layout, module, facts)
+            if log is None:  # else every parameter is a copy
+                marks = marks_of(layout, module, facts)
             layout.slices(copies(layout, facts))  # decoding would wait for it later
-        self._contents[1], self._flip = content, flip
+        with self._turn:
+            # Whoever empties the log has forgotten what is served, too.
+            if log is not None and log.number != log_number:
+                raise EngineFault(
+                    "something else has written into the live weights while the update "
+                    "was compared with them; send it again"
+                )
+            self._contents[1], self._marks[1], self._flip = content, marks, flip
         self._settle_garbage()
         if self.served is None or content is None:
             return None

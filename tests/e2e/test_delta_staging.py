@@ -1,0 +1,294 @@
+"""Delta staging in a real engine: one set of weights, and a log of what changes.
+
+The CPU build packs the matrices of linear layers, and a packed element has no place. So
+the engines here are started without packing, as a GPU never packs.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import vllm._custom_ops as custom_ops
+from safetensors.torch import load_file, save_file
+from vllm.config.weight_transfer import WeightTransferConfig
+
+from tests.e2e.test_deltas import (  # noqa: F401 (tests, run here with delta staging)
+    expected,
+    sent,
+    step,
+    test_a_chain_of_deltas_equals_whole_versions,
+    test_a_delta_from_another_version_is_rejected_at_once,
+    test_a_delta_that_does_not_fit_what_is_served_is_followed_by_the_whole,
+    test_a_flipped_bit_changes_nothing,
+    test_a_lost_end_changes_nothing,
+    test_a_lost_part_changes_nothing,
+    test_a_version_without_a_change_is_a_version,
+    test_after_another_trainers_version_the_whole_one_is_sent,
+    test_one_tensor_of_a_fused_parameter_may_change_alone,
+    test_when_most_has_changed_the_whole_version_is_sent,
+    tokens,
+)
+from tests.support.deltas import stepped
+from tests.support.engines.probe import greedy
+from tests.support.engines.script import run_script
+from tests.support.engines.unpacked import unpacked
+from vllm.inflight.errors import (
+    ChangeLogFull,
+    ConfigError,
+    EngineFault,
+    InflightError,
+    NothingToRollBack,
+    WeightsMismatch,
+)
+from vllm.inflight.trainer import Publisher
+
+pytestmark = pytest.mark.engine
+
+ROOM = {"staging": "delta", "delta_gib": 0.01}
+"""A log for any version of the tiny model."""
+
+
+def delta_engine(start: Callable[..., Any], folder: Path, **options: Any) -> Any:
+    """An engine with delta staging; `inflight` are fields of its configuration."""
+    options.setdefault("weight_transfer_config", WeightTransferConfig(backend="local"))
+    inflight = options.pop("inflight", ROOM)
+    return start(folder, additional_config={"inflight": inflight}, **options)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_packing() -> Iterator[None]:
+    with unpacked():
+        yield
+
+
+@pytest.fixture(scope="module")
+def llm(start: Callable[..., Any], fresh: list[list[int]], old: Path) -> Any:
+    return delta_engine(start, old)
+
+
+@pytest.fixture
+def on_old(llm: Any, old: Path) -> Any:
+    """The engine, on the old weights."""
+    llm.update_weights_from_disk(str(old), "old")
+    return llm
+
+
+@pytest.fixture
+def weights(old: Path) -> dict[str, torch.Tensor]:
+    return load_file(old / "model.safetensors")
+
+
+def worker_of(llm: Any) -> Any:
+    return llm.llm_engine.model_executor.driver_worker.worker
+
+
+def shadow_of(llm: Any) -> Any:
+    return worker_of(llm).vllm_inflight.stager.shadow
+
+
+def live_of(llm: Any) -> dict[str, torch.Tensor]:
+    return dict(worker_of(llm).model_runner.get_model().named_parameters())
+
+
+def test_whole_versions_and_rollbacks_equal_a_fresh_engine(on_old, fresh, old, new):
+    first = greedy(on_old)
+    assert first != fresh
+    for _ in range(2):
+        on_old.update_weights_from_disk(str(new), "new")
+        assert greedy(on_old) == fresh
+        on_old.rollback_weights()
+        assert greedy(on_old) == first
+        on_old.rollback_weights()
+        assert greedy(on_old) == fresh
+        on_old.update_weights_from_disk(str(old), "old")
+        assert greedy(on_old) == first
+    assert on_old.verify_weights()["result"] == "equal"
+
+
+def test_there_is_one_set_of_weights_and_it_stays_where_it_is(on_old, old, new):
+    shadow = shadow_of(on_old)
+    assert all(param.is_meta for param in shadow.module.parameters())
+    addresses = {name: p.data_ptr() for name, p in live_of(on_old).items()}
+    for folder in (new, old):
+        on_old.update_weights_from_disk(str(folder))
+        found = {name: p.data_ptr() for name, p in live_of(on_old).items()}
+        assert found == addresses
+
+
+def test_only_what_differs_from_the_live_weights_enters_the_log(
+    on_old, weights, tmp_path
+):
+    new = stepped(weights, 1, share=0.01)
+    save_file(new, tmp_path / "model.safetensors")
+    on_old.update_weights_from_disk(str(tmp_path), "stepped")
+    log = shadow_of(on_old).log
+    num = sum(int((new[n] != weights[n]).sum()) for n in new)
+    total = sum(tensor.numel() for tensor in new.values())
+    assert log.num_elements == num < total / 50
+    on_old.update_weights_from_disk(str(tmp_path), "the same again")
+    assert log.num_elements == 0
+    assert on_old.get_weight_version() == "the same again"
+
+
+def test_a_subset_leaves_the_rest_as_it_is_served(on_old, weights, tmp_path):
+    names = [f"model.layers.1.mlp.{part}_proj.weight" for part in ("gate", "up")]
+    part = stepped({name: weights[name] for name in names}, 3, share=0.5)
+    with Publisher(on_old, lambda: part) as to:
+        to.publish("subset", subset=names)
+    found = tokens(on_old)
+    weights |= part
+    assert tokens_after_whole(on_old, weights, tmp_path) == found
+
+
+def tokens_after_whole(llm: Any, weights: Any, folder: Path) -> list[int]:
+    return expected(llm, weights, folder / "whole")[1]
+
+
+def test_tensors_in_float32_are_served_as_a_fresh_engine_casts_them(
+    on_old, weights, tmp_path
+):
+    full = {name: t.float() * 1.01 for name, t in weights.items()}
+    cast = {name: t.to(torch.bfloat16) for name, t in full.items()}
+    sent_in_turn = [
+        expected(on_old, version, tmp_path / str(number))
+        for number, version in enumerate((full, cast, full))
+    ]
+    assert sent_in_turn[0] == sent_in_turn[2]
+    assert sent_in_turn[0][1] == sent_in_turn[1][1]
+
+
+def test_an_aborted_update_changes_nothing(on_old, new):
+    before = on_old.weight_info()["digest"], tokens(on_old)
+    update_id = on_old.start_weight_update()["update_id"]
+    on_old.update_weights({"path": str(new)}, update_id=update_id)
+    on_old.abort_weight_update(update_id=update_id)
+    assert (on_old.weight_info()["digest"], tokens(on_old)) == before
+    # The log has room for one update: the way back is gone, as with a second set.
+    with pytest.raises(NothingToRollBack):
+        on_old.rollback_weights()
+    on_old.update_weights_from_disk(str(new), "new")
+    assert tokens(on_old) != before[1]
+
+
+def test_a_version_without_one_tensor_is_rejected_and_changes_nothing(
+    on_old, weights, tmp_path
+):
+    before = tokens(on_old)
+    new = stepped(weights, 5, share=0.5)
+    del new["model.layers.0.mlp.up_proj.weight"]
+    save_file(new, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsMismatch, match="up_proj"):
+        on_old.update_weights_from_disk(str(tmp_path))
+    assert tokens(on_old) == before
+
+
+def test_nan_is_rejected_and_changes_nothing(on_old, weights, tmp_path):
+    before = tokens(on_old)
+    weights["model.norm.weight"][3] = torch.nan
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsMismatch, match="NaN"):
+        on_old.update_weights_from_disk(str(tmp_path))
+    assert tokens(on_old) == before
+
+
+def stage(llm: Any, folder: Path) -> str:
+    """Bring a version to the vote, and no further."""
+    update_id: str = llm.start_weight_update()["update_id"]
+    llm.update_weights({"path": str(folder)}, update_id=update_id)
+    return update_id
+
+
+def test_an_element_that_others_wrote_while_it_was_staged_stops_the_commit(
+    on_old, old, new, monkeypatch
+):
+    """Written past everything that watches, into memory itself."""
+    from vllm.inflight.worker.staging.worker import StagingWorker
+
+    flip = StagingWorker.flip
+    param = live_of(on_old)["model.norm.weight"]
+    before = param.data.clone()
+
+    def written_before(self: StagingWorker) -> float:
+        with torch.no_grad():
+            param.data[3] += 1
+        return flip(self)
+
+    told = tokens(on_old)
+    update_id = stage(on_old, new)
+    with monkeypatch.context() as patched:
+        patched.setattr(StagingWorker, "flip", written_before)
+        with pytest.raises(EngineFault, match="other bits than were staged"):
+            on_old.finish_weight_update("new", update_id=update_id)
+    on_old.abort_weight_update(update_id=update_id)
+    param.data.copy_(before)
+    assert on_old.get_weight_version() == "old"
+    assert tokens(on_old) == told
+    on_old.update_weights_from_disk(str(old), "old")
+    on_old.update_weights_from_disk(str(new), "new")
+    assert on_old.verify_weights()["result"] == "equal"
+
+
+def add_one(worker: Any) -> None:
+    worker.model_runner.get_model().model.norm.weight.data[3:9].add_(1)
+
+
+def test_a_call_of_the_workers_that_writes_ends_the_update_and_the_next_one_is_whole(
+    on_old, new, fresh
+):
+    update_id = stage(on_old, new)
+    on_old.collective_rpc(add_one)
+    with pytest.raises(InflightError, match="written"):
+        on_old.finish_weight_update("new", update_id=update_id)
+    assert on_old.weight_info()["digest"] is None
+    on_old.update_weights_from_disk(str(new), "new")
+    assert greedy(on_old) == fresh
+    assert on_old.verify_weights()["result"] == "equal"
+
+
+def test_a_log_that_is_too_small_rejects_the_update_with_the_numbers(
+    start, old, new, weights, tmp_path
+):
+    llm = delta_engine(start, old, inflight={"staging": "delta"})
+    before = tokens(llm)
+    with pytest.raises(ChangeLogFull, match=r"--inflight-delta-gib 0\.00") as full:
+        llm.update_weights_from_disk(str(new))
+    assert full.value.missing_bytes > 0
+    assert tokens(llm) == before
+    with Publisher(llm, weights) as to:
+        to.publish("same bytes")  # of the start weights: nothing enters the log
+        step(weights, 1, share=0.005)
+        assert to.publish("small").is_delta
+        step(weights, 2, share=0.2)
+        with pytest.raises(ChangeLogFull):
+            to.publish("large")
+        assert llm.get_weight_version() == "small"
+    weights = load_file(old / "model.safetensors")
+    step(weights, 1, share=0.005)
+    assert tokens_after_whole(llm, weights, tmp_path) == tokens(llm)
+
+
+def test_a_tied_head_changes_with_its_embedding(start, checkpoint, tmp_path):
+    versions = [checkpoint(seed, tied=True) for seed in range(2)]
+    fresh = greedy(start(versions[1]))
+    llm = delta_engine(start, versions[0])
+    llm.update_weights_from_disk(str(versions[1]), "new")
+    assert greedy(llm) == fresh
+
+
+def test_two_ranks_serve_what_deltas_and_whole_versions_lead_to(old):
+    bind = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    seen = run_script("delta_ranks", old, "tensor", "delta", env=bind)
+    wholes = seen["wholes"]
+    assert seen["deltas"] == [[True, *whole] for whole in wholes[:-1]]
+    assert seen["rolled back"] == wholes[-3]
+    assert seen["after that"] == [True, *wholes[-1]]
+    assert seen["scrubbed"] == "equal"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU packs nothing")
+def test_an_engine_that_packs_its_matrices_does_not_start(start, old, monkeypatch):
+    monkeypatch.setattr(custom_ops, "_supports_onednn", True)
+    with pytest.raises(ConfigError, match="is packed for the GEMM of the CPU build"):
+        start(old, additional_config={"inflight": {"staging": "delta"}})

@@ -1,0 +1,122 @@
+"""Delta staging on a GPU, under CUDA graphs: one set of weights, swapped where it lies.
+
+The tests of tests/e2e/test_delta_staging.py, in an engine that replays graphs; and that
+no step is torn, and what the log takes of the memory.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.e2e.test_delta_staging import (  # noqa: F401 (tests, run here on a GPU)
+    delta_engine,
+    live_of,
+    on_old,
+    sent,
+    shadow_of,
+    test_a_chain_of_deltas_equals_whole_versions,
+    test_a_delta_from_another_version_is_rejected_at_once,
+    test_a_delta_that_does_not_fit_what_is_served_is_followed_by_the_whole,
+    test_a_flipped_bit_changes_nothing,
+    test_a_lost_end_changes_nothing,
+    test_a_lost_part_changes_nothing,
+    test_a_subset_leaves_the_rest_as_it_is_served,
+    test_a_version_without_a_change_is_a_version,
+    test_a_version_without_one_tensor_is_rejected_and_changes_nothing,
+    test_after_another_trainers_version_the_whole_one_is_sent,
+    test_an_aborted_update_changes_nothing,
+    test_an_element_that_others_wrote_while_it_was_staged_stops_the_commit,
+    test_nan_is_rejected_and_changes_nothing,
+    test_one_tensor_of_a_fused_parameter_may_change_alone,
+    test_only_what_differs_from_the_live_weights_enters_the_log,
+    test_tensors_in_float32_are_served_as_a_fresh_engine_casts_them,
+    test_there_is_one_set_of_weights_and_it_stays_where_it_is,
+    test_upstreams_reload_while_an_update_is_staged_ends_the_update,
+    test_when_most_has_changed_the_whole_version_is_sent,
+    test_whole_versions_and_rollbacks_equal_a_fresh_engine,
+    tokens,
+    weights,
+    worker_of,
+)
+from tests.e2e.test_tearing import mismatches, stream_under_commits
+from tests.gpu.test_tearing import NOISE
+from tests.support.engines.probe import greedy
+from tests.support.engines.reference import Reference
+from vllm.inflight.errors import ChangeLogFull
+from vllm.inflight.trainer import Publisher
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    # Inductor would have float32 be less than that.
+    pytest.mark.filterwarnings("ignore:TensorFloat32"),
+]
+
+
+@pytest.fixture(scope="module")
+def fresh(start: Callable[..., Any], new: Path) -> list[list[int]]:
+    """What an engine started on the new weights says, under graphs."""
+    return greedy(start(new, enforce_eager=False))
+
+
+@pytest.fixture(scope="module")
+def llm(start: Callable[..., Any], fresh: list[list[int]], old: Path) -> Any:
+    return delta_engine(start, old, enforce_eager=False)
+
+
+def test_the_memory_beside_the_live_weights_is_the_log(llm) -> None:
+    shadow, worker = shadow_of(llm), worker_of(llm)
+    assert shadow.arenas == ()
+    assert shadow.copied_bytes == shadow.log.capacity
+    held = sum(param.nbytes for param in live_of(llm).values())
+    # vLLM's budget for the KV cache counts both.
+    assert worker.model_runner.model_memory_usage >= held + shadow.log.capacity
+
+
+def test_every_tensor_is_logged_by_the_kernel_and_none_by_its_loader(llm) -> None:
+    plan = shadow_of(llm).plan
+    assert plan.num_proved == len(plan) > 0
+    assert not plan.is_replayed
+
+
+def test_a_small_log_takes_small_changes_alone(start, old, new) -> None:
+    llm = delta_engine(start, old, inflight={"staging": "delta"}, enforce_eager=False)
+    before = tokens(llm)
+    with pytest.raises(ChangeLogFull):
+        llm.update_weights_from_disk(str(new))
+    assert tokens(llm) == before
+    bits = load_file(old / "model.safetensors")
+    with Publisher(llm, bits) as to:
+        to.publish("same bytes")
+        flat = bits["model.layers.0.self_attn.o_proj.weight"].view(-1)
+        flat[11:900:7] *= 1.5
+        assert to.publish("small").is_delta
+        digest = llm.weight_info()["digest"]
+        flat[:] += 1
+        for tensor in bits.values():
+            tensor *= 1.25
+        with pytest.raises(ChangeLogFull):
+            to.publish("large")
+    assert llm.weight_info()["digest"] == digest
+    assert llm.verify_weights()["result"] == "equal"
+
+
+def test_every_step_of_300_commits_under_load_is_of_one_version(
+    start: Callable[..., Any], versions: dict[str, Path], reference: Reference
+) -> None:
+    llm = delta_engine(
+        start,
+        versions["a"],
+        dtype="float32",
+        enforce_eager=False,
+        inflight={"staging": "delta", "delta_gib": 0.05},
+    )
+    outputs = stream_under_commits(llm, versions, 300)
+    assert llm.weight_info()["epoch"] >= 300
+    assert sum(len(o.outputs[0].weight_versions) > 1 for o in outputs) > 10
+    # The reference runs on the CPU, and is what takes the time.
+    assert mismatches(outputs[-32:], reference, "a", NOISE) == []

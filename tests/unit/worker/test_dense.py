@@ -1,0 +1,129 @@
+"""Dense in, log out: the elements that differ from what is served, and no others."""
+
+import pytest
+import torch
+
+from tests.support.deltas import random_bits, scattered, with_changes
+from vllm.inflight import ops
+from vllm.inflight.worker.delta import dense
+from vllm.inflight.worker.replay_plan import Copied, Entry, Zeroed, view_of
+from vllm.inflight.worker.shadow.change_log import ChangeLog
+from vllm.inflight.worker.shadow.changed_elements import elements
+from vllm.inflight.worker.shadow.swap import Swap
+
+CPU = torch.device("cpu")
+NOTHING = torch.empty(0)
+
+
+def copied(param, view, part) -> Copied:
+    """The copy of a part of a tensor into a view of a parameter."""
+    is_exact = view.dtype == part.dtype
+    return Copied(param, view_of(view), view_of(part), NOTHING, is_exact)
+
+
+def update(live, tensor, make_copies, zeros=()) -> tuple[ChangeLog, int]:
+    """Bring a tensor into the live parameters; the log, and how much it held."""
+    entry = Entry(tensor.shape, tensor.dtype, make_copies(tensor), list(zeros))
+    log = ChangeLog(CPU, 1 << 20)
+    dense.log_differences(log, live, entry, tensor)
+    swap = Swap(log, live)
+    swap()
+    return log, log.num_elements
+
+
+def qkv(live):
+    return lambda t: [copied("qkv", live["qkv"][16:48], t)]
+
+
+def turned(live):
+    return lambda t: [copied("turned", live["turned"].t(), t)]
+
+
+def columns(live):
+    """A rank has the second half of the columns."""
+    return lambda t: [copied("cut", live["cut"], t[:, 20:])]
+
+
+def twice(live):
+    return lambda t: [
+        copied("qkv", live["qkv"][:16], t[:16]),
+        copied("other", live["other"], t[16:]),
+    ]
+
+
+CASES = {
+    "fused": (qkv, (32, 64)),
+    "turned": (turned, (24, 40)),
+    "columns": (columns, (30, 40)),
+    "in two parameters": (twice, (20, 64)),
+}
+
+
+@pytest.fixture(params=[7, 300, 1 << 24])
+def piece(request, monkeypatch) -> int:
+    monkeypatch.setattr(dense, "PIECE", request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e5m2])
+@pytest.mark.parametrize("case", CASES)
+def test_only_elements_that_differ_are_logged(case, dtype, piece):
+    make, shape = CASES[case]
+    forms = {"qkv": (64, 64), "turned": (40, 24), "cut": (30, 20), "other": (4, 64)}
+    live = {
+        name: random_bits(dtype, rows * cols, seed).view(rows, cols)
+        for seed, (name, (rows, cols)) in enumerate(forms.items())
+    }
+    first = random_bits(dtype, shape[0] * shape[1], 9).view(shape)
+    update(live, first, make(live))
+    integer = ops.INTEGERS[dtype.itemsize]
+    before = {name: elements(p, integer).clone() for name, p in live.items()}
+    flat = first.view(-1)
+    second = with_changes(flat, scattered(len(flat), 0.1, 3)).view(shape)
+    _, num = update(live, second, make(live))
+    expected = {name: param.clone() for name, param in live.items()}
+    held = {copy.param for copy in make(live)(second)}
+    differ = first.view(integer) != second.view(integer)
+    assert num == int((differ[:, 20:] if case == "columns" else differ).sum())
+    for copy in make(expected)(second):
+        offset, size, stride = copy.view
+        part = second.as_strided(copy.part[1], copy.part[2], copy.part[0])
+        expected[copy.param].as_strided(size, stride, offset).view(integer).copy_(
+            part.view(integer)
+        )
+    for name, param in live.items():
+        assert torch.equal(param.view(integer), expected[name].view(integer)), name
+        is_same = torch.equal(elements(param, integer), before[name])
+        assert is_same == (name not in held)
+
+
+def test_an_equal_tensor_logs_nothing():
+    live = {"w": random_bits(torch.bfloat16, 600).view(20, 30)}
+    same = live["w"].clone()
+    _, num = update(live, same, lambda t: [copied("w", live["w"], t)])
+    assert num == 0
+
+
+def test_a_tensor_of_another_dtype_is_cast_as_its_loader_would():
+    live = {"w": torch.randn(20, 30).to(torch.bfloat16)}
+    new = torch.randn(20, 30)
+    update(live, new, lambda t: [copied("w", live["w"], t)])
+    assert torch.equal(live["w"], new.to(torch.bfloat16))
+
+
+def test_padding_becomes_zero_where_its_loader_writes_zeros():
+    live = {"w": torch.ones(12, 8)}
+    new = torch.randn(10, 8)
+    padding = Zeroed("w", view_of(live["w"][10:]), NOTHING)
+    update(live, new, lambda t: [copied("w", live["w"][:10], t)], [padding])
+    assert torch.equal(live["w"][:10], new)
+    assert not live["w"][10:].any()
+
+
+def test_minus_zero_is_not_zero_and_a_nan_equals_itself():
+    live = {"w": torch.tensor([0.0, torch.nan, 1.0])}
+    new = torch.tensor([-0.0, torch.nan, 1.0])
+    log, num = update(live, new, lambda t: [copied("w", live["w"], t)])
+    assert num == 1
+    assert torch.equal(live["w"].view(torch.int32), new.view(torch.int32))
+    assert log.stretches[0].offsets.tolist() == [0]

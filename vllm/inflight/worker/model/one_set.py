@@ -1,0 +1,46 @@
+"""What delta staging does not support yet; decided when the engine starts.
+
+With one set of weights, every element of a checkpoint has to have its place in a live
+parameter, and nothing may be computed from it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vllm.inflight import upstream
+from vllm.inflight.config import InflightConfig
+from vllm.inflight.worker.model import classifier, mla, moe, quantized
+from vllm.inflight.worker.model.layers import layers
+
+DRAFTERS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
+
+
+def one_set_obstacle(
+    live: torch.nn.Module, vllm_config: upstream.VllmConfig
+) -> str | None:
+    """Why an engine cannot be updated with one set of weights; None if it can."""
+    parallel, drafting = vllm_config.parallel_config, vllm_config.speculative_config
+    flags = {
+        "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
+        "--data-parallel-size": parallel.data_parallel_size > 1,
+        "--enable-expert-parallel": parallel.enable_expert_parallel,
+        "--enable-lora": vllm_config.lora_config is not None,
+        "--enable-sleep-mode": vllm_config.model_config.enable_sleep_mode,
+        "--inflight-journal": bool(InflightConfig.of(vllm_config).journal),
+        "--speculative-config with a drafter that has weights": drafting is not None
+        and drafting.method not in DRAFTERS_WITHOUT_WEIGHTS,
+    }
+    if used := [flag for flag, is_used in flags.items() if is_used]:
+        return f"it does not go with {', '.join(used)} yet"
+    if classifier.method_of(live, vllm_config.model_config) is not None:
+        return "the score of the classifier is computed from its head"
+    for name, layer in layers(live):
+        method = getattr(layer, "quant_method", None)
+        if quantized.is_processed(layer) or quantized.is_quantised(layer):
+            return f"layer {name} is quantised"
+        if moe.is_experts(method):
+            return f"layer {name} is a mixture of experts"
+        if any(mla.is_derived(layer, key) for key in layer._parameters):
+            return f"layer {name} multiplies with halves that are computed when loaded"
+    return None

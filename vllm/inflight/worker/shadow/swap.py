@@ -1,0 +1,170 @@
+"""The swap: a commit of delta staging exchanges logged elements with the live ones.
+
+Addresses stay, so compiled graphs and CUDA graphs stay valid. Two swaps restore the
+first state, so a rollback is the same swap once more.
+
+The swap proves itself. It adds up what it takes out and what it puts in, and compares
+the sum and the number of elements with those of the staging (change_log.py). If they
+differ, it swaps back: something else has written into the live weights or the log.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from vllm.inflight import ops
+from vllm.inflight.errors import ArenaTorn
+from vllm.inflight.worker.shadow.change_log import SUMS, ChangeLog, Logged
+from vllm.inflight.worker.shadow.changed_elements import elements, reach
+from vllm.inflight.worker.shadow.launch_tables import owners_of, table_of
+
+Found = tuple[ops.Digest, int]
+"""What a swap has exchanged: the sum over the elements, and their number."""
+
+
+class Swap:
+    """Exchanges the elements of a log with those of the live parameters.
+
+    Args:
+        log: of a staged update; nothing is added to it any more.
+        live: the live parameters, by name.
+
+    """
+
+    def __init__(self, log: ChangeLog, live: Mapping[str, torch.Tensor]) -> None:
+        self._device = log.device
+        self._terms, self._num = log.expected()
+        self._is_back = False
+        """Whether the next swap brings the elements of the update out again."""
+        names = {stretch.param for stretch in log.stretches}
+        self._addresses = [(n, live[n], live[n].data_ptr()) for n in sorted(names)]
+        self._held = log.stretches, [live[name] for name in names]
+        """Tensors at whose addresses the swap reads and writes."""
+        self._swap: _OnHost | _OnDevice
+        if self._device.type == "cuda":
+            self._swap = _OnDevice(self._device, log.stretches, live)
+        else:
+            self._swap = _OnHost(log.stretches, live)
+
+    def __call__(self) -> float:
+        """Exchange all elements, or none; returns the seconds it took.
+
+        Raises:
+            RuntimeError: a parameter has moved, or other bits were exchanged than were
+                staged. Nothing has changed.
+            ArenaTorn: some elements are exchanged, and were not exchanged back.
+
+        """
+        for name, param, address in self._addresses:
+            if param.data_ptr() != address:
+                raise RuntimeError(f"{name} does not lie where it was compared")
+        started = time.perf_counter()
+        expected = ops.Digest.ZERO - self._terms if self._is_back else self._terms
+        found, num = self._exchanged()
+        if (found, num) != (expected, self._num):
+            back = self._exchanged()
+            if back != (ops.Digest.ZERO - found, num):
+                raise ArenaTorn("a swap found other bits, and could not be undone")
+            raise RuntimeError(
+                f"the swap met other bits than were staged ({num} elements of "
+                f"{self._num}, sum {found.hex()} for {expected.hex()}), and was "
+                "undone: something else has written into the live weights or the log"
+            )
+        self._is_back = not self._is_back
+        return time.perf_counter() - started
+
+    def _exchanged(self) -> Found:
+        try:
+            return self._swap()
+        except ValueError:  # of the check before the first element
+            raise
+        except BaseException as error:  # Ctrl-C, too: what is exchanged is not known
+            raise ArenaTorn(f"a swap broke off: {error!r}") from error
+
+
+class _OnHost:
+    """One call of the native core."""
+
+    def __init__(
+        self, stretches: Sequence[Logged], live: Mapping[str, torch.Tensor]
+    ) -> None:
+        self._num = sum(len(stretch.offsets) for stretch in stretches)
+        rows = array("Q")
+        for param, width, offsets, bits, first in stretches:
+            addresses = (each.data_ptr() for each in (offsets, bits, live[param]))
+            rows.extend((*addresses, len(offsets), reach(live[param]), first, width))
+        self._rows = rows
+        self._num_rows = len(stretches)
+
+    def __call__(self) -> Found:
+        table, _ = self._rows.buffer_info()
+        sums = ops.native_core().swap_elements(table, self._num_rows)
+        return ops.Digest(*sums), self._num
+
+
+class _OnDevice:
+    """One launch for each width of elements, on the current stream."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        stretches: Sequence[Logged],
+        live: Mapping[str, torch.Tensor],
+    ) -> None:
+        from vllm.inflight.worker.shadow.triton_kernels import BLOCK
+
+        rows: dict[int, list[list[int]]] = {}
+        for param, width, offsets, bits, first in stretches:
+            addresses = (each.data_ptr() for each in (offsets, bits, live[param]))
+            rows.setdefault(width, []).append([*addresses, len(offsets), 0, first])
+        self._tables = []
+        for width, table in rows.items():
+            owners = owners_of(table, 3, 4, BLOCK, device)
+            self._tables.append((table_of(table, device), owners, width))
+        self._sums = torch.zeros(SUMS, dtype=torch.int64, device=device)
+        if device.type == "cuda":
+            # The tables are read on another stream, that of the steps.
+            torch.cuda.current_stream(device).synchronize()
+
+    def __call__(self) -> Found:
+        from vllm.inflight.worker.shadow.triton_kernels import swap
+
+        self._sums.zero_()
+        for rows, owners, width in self._tables:
+            swap(rows, owners, self._sums, width)
+        # This waits until every element is exchanged.
+        a, b, num = self._sums.tolist()
+        return ops.Digest(a % 2**64, b % 2**64), num
+
+
+def swap_reference(
+    stretches: Sequence[Logged], live: Mapping[str, torch.Tensor]
+) -> Found:
+    """The same in plain torch."""
+    terms, total = ops.Digest.ZERO, 0
+    for param, width, offsets, bits, first in stretches:
+        (here,) = (offsets >= 0).nonzero(as_tuple=True)
+        at = offsets[here].to(torch.int64)
+        held = elements(live[param], ops.INTEGERS[width])
+        taken, put = held[at], bits[here]
+        held[at], bits[here] = put, taken
+        terms += ops.digest_of_changes(here + first, taken, put, width)
+        total += len(at)
+    return terms, total
+
+
+def warm(device: torch.device, dtypes: set[torch.dtype]) -> None:
+    """Compile the kernel for these dtypes now, and not while decoding."""
+    for width in {dtype.itemsize for dtype in dtypes}:
+        integer = ops.INTEGERS[width]
+        log = ChangeLog(device, 1 << 10)
+        live = {"": torch.zeros(8, dtype=integer, device=device)}
+        offsets = torch.arange(4, device=device)
+        log.add("", offsets, live[""][:4], offsets.to(integer))
+        swap = Swap(log, live)
+        swap()
+        swap()
