@@ -28,6 +28,7 @@ class Trainer:
     """The connection to the trainer: sends it commands, and receives its calls."""
 
     def __init__(self, backend: str, folder: str) -> None:
+        self._is_ready = False
         self._pipe, far = Pipe()
         self._process = subprocess.Popen(
             [
@@ -39,9 +40,15 @@ class Trainer:
         )
         far.close()
 
+    async def ready(self) -> None:
+        """Wait until its weights are made, and saved if they are to be."""
+        if not self._is_ready:
+            await self._next()
+            self._is_ready = True
+
     async def join(self, engine: Any) -> None:
         """Let trainer and engine join their group."""
-        await self._next()
+        await self.ready()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -53,7 +60,8 @@ class Trainer:
 
         Args:
             engine: to send it to.
-            share: of the elements that change, sent as a delta; empty: send it whole.
+            share: of the elements that change, sent as a delta, or whole after the
+                word `whole`. Empty: send another version whole.
 
         """
         self._pipe.send(share or "send")

@@ -5,6 +5,10 @@ the next GPU changes a share of all elements by one unit in the last place, and 
 what has changed. Rounds of whole versions come before and after. The search for the
 changes is shown apart, as it runs on the trainer's GPU. docs/performance.md explains
 the figures.
+
+With `--staging delta` the engine has one set of weights and a log. It starts with the
+trainer's weights, and whole versions change as many elements as the delta in the
+middle.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import argparse
 import asyncio
 import gc
 import json
+import os
 import tempfile
 from pathlib import Path
 from statistics import median
@@ -21,11 +26,13 @@ from typing import Any
 from benchmarks.arm import Arm
 from benchmarks.figures import summary
 from benchmarks.gpu.arm import ENGINE, Trainer
+from benchmarks.gpu.trainer import SAVES
 from benchmarks.machine import facts
 from benchmarks.record import Plan
 from benchmarks.shapes import SHAPES, write_shape
 
 WHOLE = ""
+NUM_ROLLBACKS = 4
 
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -33,17 +40,26 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     report: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         path = str(write_shape(options.shape, Path(folder)))
+        is_logged = options.staging == "delta"
+        whole = f"whole {options.shares[len(options.shares) // 2]}" * is_logged
+        if is_logged:
+            os.environ[SAVES] = "1"
         trainer = Trainer("inflight_nccl", path)
 
         async def update(engine: Any, share: str) -> dict[str, float]:
             await trainer.send(engine, share)
             return trainer.facts
 
+        inflight = {"staging": options.staging}
+        if is_logged:
+            inflight["delta_gib"] = options.log_gib
+            await trainer.ready()
         try:
             arm = Arm(
                 path,
                 update,
-                load_format="dummy",
+                load_format="auto" if is_logged else "dummy",
+                additional_config={"inflight": inflight},
                 dtype="bfloat16",
                 weight_transfer_config={"backend": "inflight_nccl"},
                 **(ENGINE | json.loads(options.engine)),
@@ -52,16 +68,23 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
             gc.collect()
             gc.freeze()
             # At the first of these the model's loaders are recorded.
-            await arm.carry_out(Plan(options.streams, 64, 0.5, [WHOLE] * 2))
-            rounds = [WHOLE, *options.shares, WHOLE]
+            await arm.carry_out(Plan(options.streams, 64, 0.5, [whole] * 2))
+            rounds = [whole, *options.shares, whole]
             for number, share in enumerate(rounds):
-                if share:  # at the first delta all parameters are brought up
+                if share != whole:  # at the first delta all parameters are brought up
                     await arm.carry_out(Plan(options.streams, 64, 0.5, [share]))
                 plan = Plan(options.streams, 64, 0.5, [share] * options.updates)
                 found = figures(await arm.carry_out(plan))
-                name = share or ("whole" if not number else "whole again")
+                name = share if share != whole else "whole" + " again" * bool(number)
                 report[name] = found
                 print(name, json.dumps(found), flush=True)
+            replies = [
+                await arm.engine.rollback_weights() for _ in range(NUM_ROLLBACKS)
+            ]
+            report["rollbacks"] = {
+                "gap_ms": median(reply["gap_ms"] for reply in replies)
+            }
+            print("rollbacks", json.dumps(report["rollbacks"]), flush=True)
             arm.engine.shutdown()
         finally:
             trainer.end()
@@ -87,12 +110,15 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--updates", type=int, default=8, help="per round")
     parser.add_argument("--shares", nargs="+", default=["0.001", "0.01", "0.03"])
+    parser.add_argument("--staging", choices=["auto", "delta"], default="auto")
+    parser.add_argument("--log-gib", type=float, default=3.0, help="for delta staging")
     parser.add_argument("--engine", default="{}", help="more options, as JSON")
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     report = {"machine": facts(), "rounds": asyncio.run(measure(options))}
-    file = options.out / f"gpu-delta-{options.shape}.json"
+    staging = "-staging" if options.staging == "delta" else ""
+    file = options.out / f"gpu-delta{staging}-{options.shape}.json"
     file.write_text(json.dumps(report, indent=1) + "\n")
 
 

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from vllm.distributed.weight_transfer.base import ParamMeta
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
@@ -33,6 +34,8 @@ from vllm.inflight.worker.verify.gpu_digest import GpuDigest, Tables
 SPREAD = 0.02
 GPU = "BENCH_TRAINER_GPU"
 """In the environment: the trainer's, if it is not the one after the engine's."""
+SAVES = "BENCH_TRAINER_SAVES"
+"""In the environment: whether the weights become the checkpoint of the folder."""
 
 _Source: Any = adapter("weight source")
 
@@ -48,6 +51,11 @@ class Weights(_Source):
         for name, param in model.named_parameters():
             tensor = torch.empty(param.shape, dtype=torch.bfloat16, device=device)
             self._tensors |= saved(name, tensor.normal_(0, SPREAD))
+
+    def save(self, folder: str) -> None:
+        """Write the checkpoint, for an engine that starts with these weights."""
+        tensors = {name: tensor.cpu() for name, tensor in self._tensors.items()}
+        save_file(tensors, f"{folder}/model.safetensors")
 
     def change(self) -> None:
         """Make another version, in which the most likely token is the least likely."""
@@ -239,6 +247,8 @@ def main(backend: str, folder: str, handle: str) -> None:
     device = torch.device("cuda", int(os.environ.get(GPU, num_ranks(folder))))
     torch.cuda.set_device(device)
     weights = Weights(folder, device)
+    if os.environ.get(SAVES):
+        weights.save(folder)
     pipe.send(("ready", None))
     port = pipe.recv()
     engine = WeightTransferTrainerFactory.trainer_init(
@@ -250,8 +260,9 @@ def main(backend: str, folder: str, handle: str) -> None:
     pipe.send(("done", None))
     deltas = DeltaSender(engine, weights, device)
     while (command := pipe.recv()) is not None:
-        if command == "send":
-            weights.change()
+        kind, _, share = command.rpartition(" ")
+        if kind == "whole" or command == "send":
+            weights.step(float(share)) if kind else weights.change()
             torch.cuda.synchronize(device)
             engine.send_weights()
             deltas.forget()
