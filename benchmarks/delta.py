@@ -2,8 +2,9 @@
 
 The sweep changes a share of bf16 elements by one or two units in the last place, and
 times the search with its coding, the decoding and the application, on one core or on a
-GPU. "read" is the time of comparing the two equal copies with torch, which reads both
-once. Each time is the best of `--repeat` runs.
+GPU. "read" is the time of comparing two equal copies with torch, which reads both
+once. Each time is the best of `--repeat` runs; on the CPU it is the thread's own, so
+that other load on the machine counts little.
 
 The steps are those of an optimiser: a small model of bf16 weights learns the bytes of
 this repository's pages, with AdamW and fp32 master weights. It is trained first, then
@@ -46,22 +47,25 @@ def sweep(device: torch.device, num_tensors: int, numel: int, repeat: int) -> li
     same = old.clone()
     whole = old.nbytes
 
+    clock = time.thread_time if device.type == "cpu" else time.perf_counter
+
     def best(work: Callable[[], Any]) -> tuple[float, Any]:
         seconds, found = math.inf, None
         for _ in range(repeat):
             found = None  # its memory is used again
             _wait(device)
-            began = time.perf_counter()
+            began = clock()
             found = work()
             _wait(device)
-            seconds = min(seconds, time.perf_counter() - began)
+            seconds = min(seconds, clock() - began)
         return seconds, found
 
-    read_s, _ = best(lambda: torch.equal(old.view(torch.int64), same.view(torch.int64)))
+    copies = old.view(torch.int64), same.view(torch.int64)
     rows = []
     for share in SHARES:
         new = stepped(old, share)
         pairs = list(zip(old, new, strict=True))
+        read_s, _ = best(partial(torch.equal, *copies))
         encode_s, (parts, numbers) = best(partial(encoded, pairs))
         sizes = [numel] * len(numbers)
         for part in parts:
