@@ -22,7 +22,7 @@ export HF_HUB_OFFLINE ?= 1
 NATIVE := pyproject.toml setup.py CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo check test test-slow test-ray test-releases test-vision test-gpu test-upstream-faults lint fmt soak fuzz bench docs site sizes upstream clean
+.PHONY: help setup build demo check test test-slow test-ray test-releases test-vision test-gpu test-upstream-faults lint fmt soak fuzz bench bench-delta docs site sizes upstream clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-20s %s\n", $$1, $$2}'
@@ -121,6 +121,9 @@ build/schemathesis: # beside the environment: nothing else needs it
 
 bench: setup ## the CPU benchmarks
 	$(PY) -m benchmarks.cpu
+
+bench-delta: setup ## speed and size of deltas, on the CPU
+	$(PY) -m benchmarks.delta
 
 docs: setup ## the generated tables of docs/, then the site in build/site/
 	$(PY) -m docs.generate

@@ -55,6 +55,32 @@ def test_a_gpu_writes_and_reads_the_parts_of_the_host(dtype, values):
             assert found.are_differences == same.are_differences
 
 
+def test_many_tensors_are_encoded_at_once_on_the_gpu():
+    pairs = [pair for dtype in DTYPES for pair in pairs_of(dtype)]
+    small = random_bits(torch.bfloat16, 129)
+    for places in ([3], [3, 90], range(60), range(0, 129, 2)):
+        pairs.append((small[1:], with_changes(small, places)[1:]))  # not aligned
+    changed = [pair for pair in pairs if delta.changed(*pair)]
+    assert len(changed) < len(pairs)
+    encoder = delta.Encoder()
+    on_gpu = [(old.cuda(), new.cuda()) for old, new in pairs]
+    on_gpu[-1] = tuple(torch.cat((t.new_zeros(1), t))[1:] for t in on_gpu[-1])
+    seen = [*encoder.add_all(0, on_gpu), *encoder.finish()]
+    assert encoder.have_changed == [bool(delta.changed(*pair)) for pair in pairs]
+    wanted = parts_of(changed)
+    assert len(seen) == len(wanted) > 1
+    sizes = [len(old) for old, _ in changed]
+    widths = [old.element_size() for old, _ in changed]
+    for part, other in zip(seen, wanted, strict=True):
+        assert torch.equal(part.table.cpu(), other.table)
+        assert torch.equal(part.data.cpu(), other.data)
+        for each in (part, other):
+            each.check(sizes, widths)
+        for found, same in zip(delta.decode(part), delta.decode(other), strict=True):
+            assert torch.equal(found.places.cpu(), same.places)
+            assert torch.equal(found.bits.cpu(), same.bits)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_changes_are_applied_counted_and_digested_on_the_gpu(dtype):
     for old, new in pairs_of(dtype):

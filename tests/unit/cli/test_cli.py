@@ -103,7 +103,13 @@ def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys):
     assert "importing vLLM" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", [("--help",), ("doctor", "--help"), ("--version",)])
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(("--help",), ("doctor", "--help"), ("delta", "--help"), ("apply", "--help")),
+        ("--version",),
+    ],
+)
 def test_the_help_comes_without_importing_vllm(words):
     code = f"""if True:
         import sys

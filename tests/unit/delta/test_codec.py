@@ -18,7 +18,8 @@ from tests.support.deltas import (
 from vllm.inflight import delta, ops
 from vllm.inflight.delta import PlaceForm, ValueForm, reference
 from vllm.inflight.delta.encode import VALUES
-from vllm.inflight.delta.part import MAX_ELEMENTS
+from vllm.inflight.delta.part import MAX_ELEMENTS, bring_tables
+from vllm.inflight.errors import Malformed
 
 SIZES = [0, 1, 2, 3, 7, 31, 32, 33, 63, 64, 65, 129, 1001, 5003]
 
@@ -363,3 +364,33 @@ def test_a_change_of_one_percent_costs_at_most_two_and_a_half_bytes_each():
     places = scattered(len(old), 0.01)
     parts = parts_of([(old, with_changes(old, places, most=2))])
     assert sum(part.num_bytes for part in parts) <= 2.5 * len(places)
+
+
+def test_several_tensors_are_numbered_by_those_that_have_changed():
+    old = random_bits(torch.bfloat16, 9_000)
+    changed = with_changes(old, scattered(9_000, 0.02), most=2)
+    wide = random_bits(torch.int64, 50), random_bits(torch.int64, 50, seed=1)
+    pairs = [(old, changed), (old, old), wide, (old[:0], old[:0]), (changed, old)]
+    encoder = delta.Encoder()
+    parts = [*encoder.add_all(0, pairs[:3]), *encoder.add_all(2, pairs[3:])]
+    assert encoder.have_changed == [False, True]
+    (part,) = [*parts, *encoder.finish()]
+    (wanted,) = parts_of([pairs[0], pairs[2], pairs[4]])
+    assert torch.equal(part.table, wanted.table)
+    assert torch.equal(part.data, wanted.data)
+
+
+def test_tables_of_several_parts_come_to_the_host_at_once():
+    old = random_bits(torch.int16, 300_000)
+    parts = parts_of(
+        [(old, with_changes(old, scattered(300_000, 0.7)))], max_part_bytes=1 << 16
+    )
+    wanted = [part.table.clone() for part in parts]
+    bring_tables(parts)
+    for part in parts:
+        part.table[8] ^= 1  # what was brought cannot be changed any more
+    for part, table in zip(parts, wanted, strict=True):
+        part.check([len(old)], [2])
+        assert torch.equal(part.checked_table, table)
+    with pytest.raises(Malformed):
+        parts[0].check([len(old)], [2])  # a second check looks again

@@ -139,6 +139,25 @@ def test_the_loaders_are_called_for_the_proof_alone(sets):
     assert sets.second.num_loads == before + EVERYTHING
 
 
+def test_a_plan_is_looked_through_again_only_after_it_has_changed(sets, monkeypatch):
+    for seed in (1, 2):
+        sets.stage(version(seed).items())
+    looks = []
+    real = replay_check.overlapping
+
+    def overlapping(filled):
+        looks.append(None)
+        return real(filled)
+
+    monkeypatch.setattr(replay_check, "overlapping", overlapping)
+    sets.stage(version(3).items())
+    assert not looks
+    sets.shadow.plan.reject(["norm"])
+    sets.stage(version(4).items())
+    assert looks
+    assert shows(sets.second, version(4))
+
+
 def test_a_loader_that_makes_tensors_of_its_own_is_never_replayed(sets):
     """Of a norm that no checkpoint has, when it has seen a key."""
 

@@ -42,8 +42,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 """A tensor before and now: flat, of integers."""
 
 
-class Stretch(NamedTuple):
-    """A range of a tensor that is searched: old and new bits from `start` on."""
+class Compared(NamedTuple):
+    """A tensor, or the rest of one from element `start` on, before and now."""
 
     number: int
     start: int
@@ -101,7 +101,7 @@ class DeviceCoder:
         self, number: int, start: int, old: torch.Tensor, new: torch.Tensor
     ) -> None:
         """Encode the changes between two flat tensors of integers from `start` on."""
-        found = _Search([Stretch(number, start, old, new)], self._limit)
+        found = _Search([Compared(number, start, old, new)], self._limit)
         for _ in self._encode(found):
             pass
 
@@ -109,7 +109,7 @@ class DeviceCoder:
         self, first: int, pairs: Sequence[Pair]
     ) -> tuple[list[bool], Iterator[None]]:
         """Encode the changes of several tensors; see `Coder.add_all`."""
-        found = _Search([Stretch(0, 0, *pair) for pair in pairs], self._limit)
+        found = _Search([Compared(0, 0, *pair) for pair in pairs], self._limit)
         found.number_from(first)
         return found.has_changed.tolist(), self._encode(found)
 
@@ -225,7 +225,7 @@ class _Search:
 
     """
 
-    def __init__(self, stretches: Sequence[Stretch], limit: int) -> None:
+    def __init__(self, stretches: Sequence[Compared], limit: int) -> None:
         from vllm.inflight.delta import triton_kernels as kernels
 
         per_program = kernels.ELEMENTS_PER_PROGRAM

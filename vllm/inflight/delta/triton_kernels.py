@@ -208,7 +208,7 @@ def _encode(
 
     # Values: new bits, or codes and the exceptions among them.
     has_codes = lanes + code_bytes > 0
-    is_escape = (zigzag < 0) | (zigzag >= (1 << (8 * code_bytes)) - 1)
+    is_escape = (zigzag < 0) | (zigzag >= tl.where(code_bytes == 2, 0xFFFF, 0xFF))
     is_escape = is_escape & inside & has_codes
     escapes = _sum_before(sums, code_bytes + 2, program, first_program)
     escapes = tl.where(code_bytes > 0, escapes, 0)

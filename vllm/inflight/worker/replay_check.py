@@ -111,6 +111,7 @@ class ReplayCheck:
                 len(wrong),
                 ", ".join(sorted(wrong)[:4]),
             )
+        self._plan.note_checked()
 
     def _ambiguous(self) -> set[str]:
         """Tensors that write to the same elements: their order decides.

@@ -119,6 +119,8 @@ class Plan:
         self.is_replayed = is_replayed
         self.number = 0
         """Changes whenever the entries change."""
+        self._checked = -1
+        """The number when all entries had been checked."""
         self._entries: dict[str, Entry] = {}
         self._names: dict[str, set[str]] = {}
         """Parameter → the tensors recorded to write into it."""
@@ -218,6 +220,15 @@ class Plan:
         for entry in entries:
             entry.is_proved = True
             self.number += 1
+
+    def note_checked(self) -> None:
+        """All entries have been checked, but those that there was no room for."""
+        self._checked = self.number
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether every entry has been checked since the entries changed."""
+        return self._checked == self.number and self.num_proved == len(self)
 
     def reject(self, names: Iterable[str]) -> None:
         """Forget the entries of these tensors, and record none of them again."""

@@ -124,6 +124,9 @@ class KnownDestinations:
             ModelState.of(module).set(known := cls())
         return known
 
+    def __len__(self) -> int:
+        return len(self._found)
+
     def find(self, name: str, entry: Entry | None) -> Destinations | None:
         """The places of a tensor with this entry, as of `Destinations.of`."""
         known = self._found.get(name)

@@ -389,7 +389,7 @@ class ShadowModel:
 
         The check writes into this tree. An exception from `between` ends it.
         """
-        if self.module is None or not self.plan.is_replayed:
+        if self.module is None or not self.plan.is_replayed or self.plan.is_checked:
             return
         params = dict(self.module.named_parameters())
         check = ReplayCheck(self.plan, params, self.load, between)

@@ -30,6 +30,7 @@ from vllm.inflight.transport.torch_groups.receiver_engine import GroupsEngine
 from vllm.inflight.transport.waiting import never
 from vllm.inflight.worker.catalogue import catalogue
 from vllm.inflight.worker.delta import device_writer
+from vllm.inflight.worker.delta.destinations import KnownDestinations
 from vllm.inflight.worker.integrity.scrub import (
     Digests,
     Layout,
@@ -314,7 +315,9 @@ class StagingWorker:
         What a plan is made of stays as long as the engine. With ten thousand tensors a
         collection that looks through it stops decoding for 60 ms.
         """
+        assert self.shadow.module is not None
         num_kept = len(self.shadow.plan) + len(self.shadow.views)
+        num_kept += len(KnownDestinations.of(self.shadow.module))
         if num_kept != self._num_kept:
             self._num_kept = num_kept
             gc.collect(1)  # the younger garbage; all of it would be such a stop
