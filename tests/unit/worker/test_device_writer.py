@@ -134,6 +134,8 @@ def check_logged(changes, places, dtypes, live, expected, results) -> None:
     writer = DeviceWriter(CPU, live, log, len(results))
     writer.write(changes, places, dtypes, note=None)
     assert writer.results() == results
+    # No room is taken by what other ranks serve.
+    assert log.num_elements == sum(num for *_, num in results)
     for name, param in live.items():
         bits = ops.INTEGERS[param.itemsize]
         assert torch.equal(elements(param, bits), elements(before[name], bits))

@@ -20,7 +20,6 @@ def config(**facts: Any) -> Any:
     }
     of_model = {"enable_sleep_mode": False, "runner_type": "generate"}
     rest = {
-        "lora_config": None,
         "speculative_config": None,
         "additional_config": {"inflight": {"staging": "delta"}},
     }
@@ -44,7 +43,6 @@ def test_a_plain_model_has_none():
         ({"data_parallel_size": 2}, "--data-parallel-size"),
         ({"enable_expert_parallel": True}, "--enable-expert-parallel"),
         ({"enable_sleep_mode": True}, "--enable-sleep-mode"),
-        ({"lora_config": object()}, "--enable-lora"),
         (
             {"speculative_config": SimpleNamespace(method="eagle")},
             "--speculative-config with a drafter that has weights",

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
 from vllm.inflight import ops
 from vllm.inflight.delta import Changes, Encoder, Part, decode
-from vllm.inflight.worker.delta.destinations import Destinations, widest_first
+from vllm.inflight.worker.delta.destinations import (
+    Destinations,
+    follow,
+    widest_first,
+)
 from vllm.inflight.worker.replay_plan import Copied, Entry
 from vllm.inflight.worker.shadow.change_log import ChangeLog
 from vllm.inflight.worker.shadow.changed_elements import ChangedElements, Stretch
@@ -19,6 +24,16 @@ Params = Mapping[str, torch.Tensor]
 
 NEVER = 1 << 62
 """A step that no place reaches: the stride of a dimension that is not there."""
+
+
+class _Write(NamedTuple):
+    """Changes of one tensor that go where one copy takes them."""
+
+    changes: Changes
+    copied: Copied
+    dtype: torch.dtype
+    places: torch.Tensor
+    bits: torch.Tensor
 
 
 class DeviceWriter:
@@ -65,58 +80,69 @@ class DeviceWriter:
         from vllm.inflight.worker.delta import triton_kernels as kernels
 
         log = self._shadow if isinstance(self._shadow, ChangeLog) else None
-        spaces = self._spaces(changes, places, dtypes, note)
+        writes = [
+            _Write(
+                *(each, copied, dtypes[each.number]),
+                *self._entries(each, copied, places[each.number]),
+            )
+            for each in changes
+            for copied in places[each.number].copies
+        ]
+        spaces = self._spaces(writes, note)
         if log is not None and not log.has_room:
             return  # the rest is counted all the same
         rows: dict[int, list[list[int]]] = {}
-        for each in changes:
-            dtype = dtypes[each.number]
-            width = dtype.itemsize
-            limit = ops.nonfinite_limit(dtype)
-            nan_byte = ops.NAN_BYTES.get(dtype, -1)
-            num = len(each.places)
-            for copied in places[each.number].copies:
-                offsets, target, first = next(spaces)
-                (start, shape, stride), view = copied.part, copied.view
-                dims = widest_first(shape, stride, view[2])
-                dims += [(1, NEVER, 0)] * (kernels.DIMS - len(dims))
-                rows.setdefault(width, []).append(
-                    [
-                        *(each.places.data_ptr(), each.bits.data_ptr()),
-                        *(self._live[copied.param].data_ptr(), target),
-                        *(offsets, num, 0, each.number),
-                        *(int(each.are_differences), limit, nan_byte, start, view[0]),
-                        *(first, 0, 0),
-                        *(number for dim in dims for number in dim),
-                    ]
-                )
+        for one, (offsets, target, first) in zip(writes, spaces, strict=True):
+            part, view = one.copied.part, one.copied.view
+            dims = widest_first(part[1], part[2], view[2])
+            dims += [(1, NEVER, 0)] * (kernels.DIMS - len(dims))
+            number, is_added = one.changes.number, one.changes.are_differences
+            nan_byte = ops.NAN_BYTES.get(one.dtype, -1)
+            rows.setdefault(one.dtype.itemsize, []).append(
+                [
+                    *(one.places.data_ptr(), one.bits.data_ptr()),
+                    *(self._live[one.copied.param].data_ptr(), target, offsets),
+                    *(len(one.places), 0, number, int(is_added)),
+                    *(ops.nonfinite_limit(one.dtype), nan_byte, part[0], view[0]),
+                    *(first, 0, 0),
+                    *(each for dim in dims for each in dim),
+                ]
+            )
         log_sums = None if log is None else log.sums_on_device()
         for width, table in rows.items():
             owners = owners_of(table, 5, 6, kernels.BLOCK, self._device)
             on_device = table_of(table, self._device)
             kernels.write(on_device, owners, self._sums, width, log_sums)
 
+    def _entries(
+        self, changes: Changes, copied: Copied, places: Destinations
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Places and bits of the changes that a copy may take.
+
+        A shadow parameter is written where an element is, and nowhere else. The log
+        shall hold no elements that other ranks serve.
+        """
+        if not isinstance(self._shadow, ChangeLog) or places.is_whole(copied):
+            return changes.places, changes.bits
+        _, is_here = follow(changes.places, copied.part, copied.view)
+        (chosen,) = is_here.nonzero(as_tuple=True)
+        return changes.places[chosen], changes.bits[chosen]
+
     def _spaces(
-        self,
-        changes: Sequence[Changes],
-        places: Sequence[Destinations],
-        dtypes: Sequence[torch.dtype],
-        note: Callable[[ChangedElements], None],
-    ) -> Iterator[tuple[int, int, int]]:
-        """For each copy of each tensor: addresses of the offsets and of the target, and
-        the number of the first element in the log."""
+        self, writes: Sequence[_Write], note: Callable[[ChangedElements], None]
+    ) -> list[tuple[int, int, int]]:
+        """For each write: addresses of its offsets and of its target, and the number of
+        its first element in the log."""
         groups = [
-            (copied.param, len(each.places), dtypes[each.number].itemsize)
-            for each in changes
-            for copied in places[each.number].copies
+            (one.copied.param, len(one.places), one.dtype.itemsize) for one in writes
         ]
         if isinstance(target := self._shadow, ChangeLog):
             found = [target.reserve(*group) for group in groups]
-            return iter(
+            return [
                 (each.offsets.data_ptr(), each.bits.data_ptr(), each.first)
                 for each in found
                 if each is not None
-            )
+            ]
         size = sum(num for _, num, _ in groups)
         offsets = torch.full((size,), -1, dtype=torch.int32, device=self._device)
         firsts = [0, *accumulate(num for _, num, _ in groups)]
@@ -125,10 +151,10 @@ class DeviceWriter:
             for first, (param, num, width) in zip(firsts, groups, strict=False)
         ]
         note(ChangedElements(offsets, tuple(stretches)))
-        return iter(
+        return [
             (offsets.data_ptr() + 4 * first, target[param].data_ptr(), 0)
             for param, first, _, _ in stretches
-        )
+        ]
 
     def results(self) -> list[list[int]]:
         """For each tensor: both halves of what its digest changes by, elements that
