@@ -106,7 +106,9 @@ def test_a_small_log_takes_small_changes_alone(start, old, new) -> None:
     assert llm.verify_weights()["result"] == "equal"
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "phi3", "falcon_h1"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3", "gpt2", "phi3", "mixtral", "qwen3_moe", "falcon_h1"]
+)
 def test_a_family_equals_a_fresh_engine_or_is_refused(
     start, checkpoint, family
 ) -> None:

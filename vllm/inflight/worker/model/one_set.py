@@ -35,11 +35,10 @@ def one_set_obstacle(
     if classifier.method_of(live, vllm_config.model_config) is not None:
         return "the score of the classifier is computed from its head"
     for name, layer in layers(live):
-        method = getattr(layer, "quant_method", None)
         if quantized.is_processed(layer) or quantized.is_quantised(layer):
             return f"layer {name} is quantised"
-        if moe.is_experts(method):
-            return f"layer {name} is a mixture of experts"
+        if moe.is_packed(layer):
+            return f"the experts of layer {name} are packed for the CPU build"
         if any(mla.is_derived(layer, key) for key in layer._parameters):
             return f"layer {name} multiplies with halves that are computed when loaded"
     return None
