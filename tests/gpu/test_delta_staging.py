@@ -59,6 +59,10 @@ pytestmark = [
 ]
 
 
+FAMILIES = ("llama", "gemma3", "gpt2", "phi3", "mixtral", "qwen3_moe", "falcon_h1")
+"""The last one is refused: its loader computes."""
+
+
 @pytest.fixture(scope="module")
 def fresh(start: Callable[..., Any], new: Path) -> list[list[int]]:
     """What an engine started on the new weights says, under graphs."""
