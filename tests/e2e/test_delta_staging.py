@@ -14,6 +14,7 @@ import vllm._custom_ops as custom_ops
 from safetensors.torch import load_file, save_file
 from vllm.config.weight_transfer import WeightTransferConfig
 
+from tests.e2e.test_adapters import ADAPTERS, said
 from tests.e2e.test_deltas import (  # noqa: F401 (tests, run here with delta staging)
     expected,
     sent,
@@ -31,6 +32,7 @@ from tests.e2e.test_deltas import (  # noqa: F401 (tests, run here with delta st
     tokens,
 )
 from tests.support.deltas import stepped
+from tests.support.engines.adapters import make_adapter
 from tests.support.engines.probe import greedy
 from tests.support.engines.script import run_script
 from tests.support.engines.unpacked import unpacked
@@ -200,6 +202,12 @@ def stage(llm: Any, folder: Path) -> str:
     return update_id
 
 
+def settle() -> None:
+    """Wait for what was written past everything that has an order of its own."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def test_an_element_that_others_wrote_while_it_was_staged_stops_the_commit(
     on_old, old, new, monkeypatch
 ):
@@ -211,8 +219,8 @@ def test_an_element_that_others_wrote_while_it_was_staged_stops_the_commit(
     before = param.data.clone()
 
     def written_before(self: StagingWorker) -> float:
-        with torch.no_grad():
-            param.data[3] += 1
+        param.data[3] += 1
+        settle()
         return flip(self)
 
     told = tokens(on_old)
@@ -223,6 +231,7 @@ def test_an_element_that_others_wrote_while_it_was_staged_stops_the_commit(
             on_old.finish_weight_update("new", update_id=update_id)
     on_old.abort_weight_update(update_id=update_id)
     param.data.copy_(before)
+    settle()
     assert on_old.get_weight_version() == "old"
     assert tokens(on_old) == told
     on_old.update_weights_from_disk(str(old), "old")
@@ -267,6 +276,32 @@ def test_a_log_that_is_too_small_rejects_the_update_with_the_numbers(
     weights = load_file(old / "model.safetensors")
     step(weights, 1, share=0.005)
     assert tokens_after_whole(llm, weights, tmp_path) == tokens(llm)
+
+
+def test_an_engine_that_started_without_a_checkpoint_learns_at_its_first_update(
+    start, old, new, fresh, tmp_path
+):
+    for file in old.iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    llm = delta_engine(start, tmp_path, load_format="dummy")
+    assert len(shadow_of(llm).plan) == 0
+    for folder in (new, old, new):
+        llm.update_weights_from_disk(str(folder))
+    assert shadow_of(llm).plan.num_proved == len(shadow_of(llm).plan) > 0
+    assert greedy(llm) == fresh
+    assert llm.verify_weights()["result"] == "equal"
+
+
+def test_an_adapter_stays_loaded_over_an_update(start, old, new, tmp_path):
+    adapter = make_adapter(old, tmp_path)
+    expected = said(start(new, **ADAPTERS), adapter)
+    llm = delta_engine(start, old, **ADAPTERS)
+    before = said(llm, adapter)
+    llm.update_weights_from_disk(str(new), "new")
+    assert said(llm, adapter) == expected
+    llm.rollback_weights()
+    assert said(llm, adapter) == before
 
 
 def test_a_tied_head_changes_with_its_embedding(start, checkpoint, tmp_path):

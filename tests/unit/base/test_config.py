@@ -26,8 +26,8 @@ VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 KNOBS = dataclasses.fields(InflightConfig)
 
 BAD = [
-    ("staging", "disk", "one of auto, device, host, off"),
-    ("staging", None, "one of auto, device, host, off"),
+    ("staging", "disk", "one of auto, device, host, delta, off"),
+    ("staging", None, "one of auto, device, host, delta, off"),
     (
         "prefix_cache",
         "Versioned",
@@ -41,6 +41,7 @@ BAD = [
     ("verify", True, "one of digest, served, off"),
     ("allowed_paths", ["/models"], "a string"),
     ("allowed_paths", "models", "absolute"),
+    ("delta_gib", -1, "a number from 0 to 1024"),
     ("update_deadline_s", 0.0, "a number from 0.1 to 86400"),
     ("update_deadline_s", -1, "a number from 0.1 to 86400"),
     ("update_deadline_s", 86401, "a number from 0.1 to 86400"),

@@ -174,6 +174,7 @@ def test_an_update_that_announces_less_than_its_manifest_is_incomplete(worker):
         classifier=None,
         ignored=IgnoredTensors(),
         plan=Plan(is_replayed=False),
+        log=None,
         tables={},
         views={},
         stale=set(),

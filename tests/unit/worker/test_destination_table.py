@@ -46,6 +46,13 @@ def test_every_tensor_of_the_start_checkpoint_has_its_places():
     assert "load_weights" not in vars(shadow.module)
 
 
+def test_the_table_of_a_gpu_is_recorded_without_touching_it():
+    shadow = hollow()
+    shadow.device = torch.device("cuda")
+    assert fill_table(shadow) is None
+    assert shadow.plan.num_proved == len(version(0))
+
+
 class Computing(Model):
     """Its loader computes what it writes of the norm."""
 

@@ -133,6 +133,8 @@ def check_logged(changes, places, live, expected, results) -> None:
     writer = DeviceWriter(CPU, live, log, places)
     writer.write(changes, note=None)
     assert writer.results() == results
+    # No room is taken by what other ranks serve.
+    assert log.num_elements == sum(num for *_, num in results)
     for name, param in live.items():
         bits = ops.INTEGERS[param.itemsize]
         assert torch.equal(elements(param, bits), elements(before[name], bits))

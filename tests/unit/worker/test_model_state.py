@@ -93,7 +93,9 @@ def test_a_worker_that_ends_leaves_neither_model_nor_shadow(
     worker: Any = SimpleNamespace(
         device=torch.device("cpu"),
         model_runner=SimpleNamespace(get_draft_model=lambda: None),
-        vllm_config=SimpleNamespace(model_config=None, speculative_config=None),
+        vllm_config=SimpleNamespace(
+            model_config=None, speculative_config=None, additional_config={}
+        ),
     )
     shadow = shadow_of(worker, model)
     assert shadow_of(worker, model) is shadow

@@ -88,7 +88,7 @@ def stager(board: StatusBoard, transport: Transport) -> Iterator[StagingWorker]:
     vars(shadow).update(
         device=worker.device, live=None, module=None, reason=None, num_threads=1
     )
-    shadow.arenas = ()
+    shadow.arenas, shadow.log = (), None
     shadow.start_checkpoint = StartCheckpoint({"norm.weight": (4,)})
     made = StagingWorker(worker, shadow)
     made.attach(board.path, NUM_RANKS)

@@ -93,6 +93,10 @@ class Destinations:
         holders, rest = divmod(self._num_served * num_ranks, max(1, self._numel))
         return holders if holders and not rest else 1
 
+    def is_whole(self, copied: Copied) -> bool:
+        """Whether a copy takes every element of the tensor."""
+        return prod(copied.part[1]) == self._numel
+
     def find(self, places: torch.Tensor) -> Iterator[Found]:
         """The elements of each parameter.
 
@@ -103,7 +107,7 @@ class Destinations:
         """
         for copied in self.copies:
             offsets, inside = follow(places, copied.part, copied.view)
-            if prod(copied.part[1]) == self._numel:
+            if self.is_whole(copied):
                 yield Found(copied.param, None, offsets)  # no look at the GPU
                 continue
             (chosen,) = inside.nonzero(as_tuple=True)

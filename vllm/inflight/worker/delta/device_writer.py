@@ -10,8 +10,8 @@ import torch
 from vllm.inflight import ops
 from vllm.inflight.delta import Encoder, Part, decode
 from vllm.inflight.delta.decode import DecodedPart, before
-from vllm.inflight.delta.device_decode import launch_table
-from vllm.inflight.worker.delta.destinations import Destinations
+from vllm.inflight.delta.device_decode import Table, launch_table
+from vllm.inflight.worker.delta.destinations import Destinations, follow
 from vllm.inflight.worker.replay_plan import Copied, Entry
 from vllm.inflight.worker.shadow.change_log import ChangeLog
 from vllm.inflight.worker.shadow.changed_elements import ChangedElements, Stretch
@@ -40,7 +40,12 @@ class DeviceWriter:
         from vllm.inflight.worker.delta.triton_kernels import COLUMNS, SUMS
 
         self._device, self._shadow = device, shadow
-        self._params = [copied.param for each in places for copied in each.copies]
+        self._copies = [copied for each in places for copied in each.copies]
+        self._params = [copied.param for copied in self._copies]
+        self._is_cut = np.array(
+            [not each.is_whole(copied) for each in places for copied in each.copies],
+            dtype=bool,
+        )
         self._num_copies = np.array([len(each.copies) for each in places])
         self._first_copy = before(self._num_copies)
         number = np.repeat(np.arange(len(places)), self._num_copies)
@@ -80,10 +85,12 @@ class DeviceWriter:
         params = [self._params[number] for number in copy.tolist()]
         rows[:, 0] = changes.places.data_ptr() + 8 * changes.first_places[group]
         rows[:, 1] = changes.bits.data_ptr() + changes.first_bytes[group]
-        rows[:, 5] = counts
         rows[:, 8] = changes.are_differences[group]
         log_sums: torch.Tensor | None = None
+        held: list[torch.Tensor] = []
+        """What the kernels read of other memory than that of the part."""
         if isinstance(self._shadow, ChangeLog):
+            held = self._only_own(changes, group, copy, rows, counts)
             groups = zip(params, counts.tolist(), widths.tolist(), strict=True)
             spaces = [self._shadow.reserve(*each) for each in groups]
             if not self._shadow.has_room:
@@ -104,11 +111,49 @@ class DeviceWriter:
             rows[:, 4] = offsets.data_ptr() + 4 * firsts
             columns = firsts.tolist(), (firsts + counts).tolist(), widths.tolist()
             note(ChangedElements(offsets, tuple(map(Stretch, params, *columns))))
+        rows[:, 5] = counts
         for width in np.unique(widths).tolist():
             own = widths == width
             num_programs = -(-counts[own] // kernels.BLOCK)
             table = launch_table(rows[own], 6, num_programs, self._device)
             kernels.write(*table, self._sums, width, log_sums)
+        del held  # later work of this stream alone gets that memory
+
+    def _only_own(
+        self,
+        changes: DecodedPart,
+        group: Table,
+        copy: Table,
+        rows: Table,
+        counts: Table,
+    ) -> list[torch.Tensor]:
+        """Leave out of rows and counts what other ranks serve.
+
+        A shadow parameter is written where an element is, and nowhere else. The log
+        shall hold no elements of other ranks.
+
+        Args:
+            changes: of one part.
+            group: for each row, its number in `changes`.
+            copy: for each row, the number of its copy.
+            rows: of the kernel.
+            counts: elements of each row.
+
+        Returns:
+            the memory that the rows refer to.
+
+        """
+        held: list[torch.Tensor] = []
+        groups = list(changes)
+        for row in np.flatnonzero(self._is_cut[copy]).tolist():
+            copied, own = self._copies[copy[row]], groups[group[row]]
+            _, is_here = follow(own.places, copied.part, copied.view)
+            (chosen,) = is_here.nonzero(as_tuple=True)
+            places, bits = own.places[chosen], own.bits[chosen]
+            rows[row, 0], rows[row, 1] = places.data_ptr(), bits.data_ptr()
+            counts[row] = len(chosen)
+            held += [places, bits]
+        return held
 
     def results(self) -> list[list[int]]:
         """For each tensor: both halves of what its digest changes by, elements that

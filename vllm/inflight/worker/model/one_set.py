@@ -25,7 +25,6 @@ def one_set_obstacle(
         "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
         "--data-parallel-size": parallel.data_parallel_size > 1,
         "--enable-expert-parallel": parallel.enable_expert_parallel,
-        "--enable-lora": vllm_config.lora_config is not None,
         "--enable-sleep-mode": vllm_config.model_config.enable_sleep_mode,
         "--inflight-journal": bool(InflightConfig.of(vllm_config).journal),
         "--speculative-config with a drafter that has weights": drafting is not None
@@ -36,11 +35,10 @@ def one_set_obstacle(
     if classifier.method_of(live, vllm_config.model_config) is not None:
         return "the score of the classifier is computed from its head"
     for name, layer in layers(live):
-        method = getattr(layer, "quant_method", None)
         if quantized.is_processed(layer) or quantized.is_quantised(layer):
             return f"layer {name} is quantised"
-        if moe.is_experts(method):
-            return f"layer {name} is a mixture of experts"
+        if moe.is_packed(layer):
+            return f"the experts of layer {name} are packed for the CPU build"
         if any(mla.is_derived(layer, key) for key in layer._parameters):
             return f"layer {name} multiplies with halves that are computed when loaded"
     return None

@@ -1,0 +1,98 @@
+"""Families of models with delta staging: what a fresh engine says, or a name at start.
+
+A family whose loader computes, or whose layers are served in another form than they
+are loaded in, has no place for every element. It is refused when the engine starts.
+"""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.e2e.test_delta_staging import delta_engine, without_packing  # noqa: F401
+from tests.support.deltas import stepped
+from tests.support.engines import oracle
+from tests.support.engines.probe import greedy
+from tests.support.models.families import (
+    FAMILIES,
+    UNPROVED,
+    WANT_TORCHVISION,
+    cpu_options,
+)
+from vllm.inflight.errors import ConfigError
+from vllm.inflight.trainer import Publisher
+
+pytestmark = pytest.mark.engine
+
+QUICK = ("gpt2", "phi3", "falcon_h1")
+"""Turned matrices, matrices fused in the checkpoint, and a refused one."""
+
+TAKEN = (
+    *("lfm2", "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3"),
+    *("gemma4", "phi3", "gpt2", "gpt_neox", "olmo3", "granite", "cohere2"),
+    *("glm4", "exaone4", "hunyuan", "seed_oss", "smollm3", "ministral3"),
+    *("ernie4_5", "gemma", "nemotron"),
+)
+"""Families that are not refused: dense ones, whose loaders copy."""
+
+REFUSED = (
+    "are packed for the CPU build",
+    "what fills",  # a loader that computes
+    "halves that are computed",  # latent attention
+    "conv1d is packed",  # of Mamba, on a CPU that multiplies bf16
+)
+"""What the refusal of a family says."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in FAMILIES
+        if name not in UNPROVED
+    ],
+)
+def test_a_family_equals_a_fresh_engine_or_is_refused_by_name(
+    start: Callable[..., Any],
+    checkpoint: Callable[..., Path],
+    family: str,
+) -> None:
+    if family in WANT_TORCHVISION and find_spec("torchvision") is None:
+        pytest.skip("torchvision is not installed")
+    options = cpu_options(family)
+    old, new = (checkpoint(seed, family=family) for seed in (0, 1))
+    inflight = {"staging": "delta", "delta_gib": 0.05}
+    try:
+        llm = delta_engine(start, old, inflight=inflight, **options)
+    except ConfigError as refusal:
+        assert any(reason in str(refusal) for reason in REFUSED), refusal
+        assert family not in TAKEN
+        return
+    first = greedy(llm)
+    llm.update_weights_from_disk(str(new), "new")
+    oracle.check(llm, new)
+    said = greedy(llm)
+    llm.rollback_weights()
+    oracle.check(llm, old)
+    assert greedy(llm) == first
+    weights = {
+        name: tensor
+        for file in old.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
+    with Publisher(llm, lambda: weights) as to:
+        to.publish("whole")
+        weights = stepped(weights, 1)
+        assert to.publish("delta").is_delta
+        digest = llm.weight_info()["digest"]
+        told = greedy(llm)
+    llm.update_weights_from_disk(str(new), "new")
+    assert greedy(llm) == said
+    with Publisher(llm, lambda: weights, delta="off") as to:
+        to.publish("whole")
+    assert (llm.weight_info()["digest"], greedy(llm)) == (digest, told)
+    assert llm.verify_weights()["result"] == "equal"
+    assert greedy(start(new, **options)) == said

@@ -1,0 +1,36 @@
+"""Delta staging on two GPUs: each rank has a log of its own, and all swap or none."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.test_delta_staging import delta_engine
+from tests.e2e.test_deltas import (  # noqa: F401 (tests, run here on two GPUs)
+    sent,
+    test_a_chain_of_deltas_equals_whole_versions,
+    test_a_flipped_bit_changes_nothing,
+    test_a_lost_end_changes_nothing,
+    test_a_version_without_a_change_is_a_version,
+    test_after_another_trainers_version_the_whole_one_is_sent,
+    test_one_tensor_of_a_fused_parameter_may_change_alone,
+    weights,
+)
+from tests.support.gpu.ranked import start  # noqa: F401 (a fixture)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+
+SHAPE = {"hidden": 256}
+"""Each rank has a KV head of its own."""
+
+
+@pytest.fixture(scope="module")
+def llm(start: Callable[..., Any], old: Path) -> Any:  # noqa: F811 (the fixture)
+    inflight = {"staging": "delta", "delta_gib": 0.05}
+    return delta_engine(start, old, enforce_eager=False, inflight=inflight)

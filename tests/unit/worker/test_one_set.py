@@ -1,0 +1,99 @@
+"""What delta staging does not support is named before anything is loaded."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from vllm.inflight.worker.model import support
+from vllm.inflight.worker.model.hidden_weights import PACKED
+from vllm.inflight.worker.model.one_set import one_set_obstacle
+
+
+def config(**facts: Any) -> Any:
+    """A plain engine's, but for these facts."""
+    of_parallel = {
+        "pipeline_parallel_size": 1,
+        "data_parallel_size": 1,
+        "enable_expert_parallel": False,
+    }
+    of_model = {"enable_sleep_mode": False, "runner_type": "generate"}
+    rest = {
+        "speculative_config": None,
+        "additional_config": {"inflight": {"staging": "delta"}},
+    }
+    for each in (of_parallel, of_model, rest):
+        each |= {name: fact for name, fact in facts.items() if name in each}
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**of_parallel),
+        model_config=SimpleNamespace(**of_model),
+        **rest,
+    )
+
+
+def test_a_plain_model_has_none():
+    assert one_set_obstacle(torch.nn.Linear(2, 2), config()) is None
+
+
+@pytest.mark.parametrize(
+    "facts, flag",
+    [
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
+        ({"data_parallel_size": 2}, "--data-parallel-size"),
+        ({"enable_expert_parallel": True}, "--enable-expert-parallel"),
+        ({"enable_sleep_mode": True}, "--enable-sleep-mode"),
+        (
+            {"speculative_config": SimpleNamespace(method="eagle")},
+            "--speculative-config with a drafter that has weights",
+        ),
+        (
+            {
+                "additional_config": {
+                    "inflight": {"staging": "delta", "journal": "/tmp/journal"}
+                }
+            },
+            "--inflight-journal",
+        ),
+    ],
+)
+def test_a_feature_is_named_by_its_flag(facts, flag):
+    reason = one_set_obstacle(torch.nn.Linear(2, 2), config(**facts))
+    assert reason == f"it does not go with {flag} yet"
+
+
+def test_a_drafter_without_weights_is_none():
+    drafting = SimpleNamespace(method="ngram")
+    plain = torch.nn.Linear(2, 2)
+    assert one_set_obstacle(plain, config(speculative_config=drafting)) is None
+
+
+def trees() -> tuple[torch.nn.Module, torch.nn.Module]:
+    live = torch.nn.Sequential(torch.nn.Linear(4, 3))
+    with torch.device("meta"):
+        return live, torch.nn.Sequential(torch.nn.Linear(4, 3))
+
+
+def test_layouts_that_loaders_write_are_equal():
+    assert support.layouts_differ(*trees()) is None
+
+
+def test_a_packed_layer_is_named():
+    live, hollow = trees()
+    packed = torch.zeros(1)
+    vars(live[0])[PACKED] = lambda x, weight, bias: packed
+    reason = support.layouts_differ(live, hollow)
+    assert reason == "layer 0 is packed for the GEMM of the CPU build"
+    vars(live[0])[PACKED] = lambda x, weight, bias: x
+    assert support.layouts_differ(live, hollow) is None
+
+
+def test_a_parameter_that_is_served_in_another_form_is_named():
+    live, hollow = trees()
+    live[0].weight.data = live[0].weight.data.t().contiguous().t()
+    reason = support.layouts_differ(live, hollow)
+    assert reason == "the layout of 0.weight changes after loading"
+    live, hollow = trees()
+    live[0].register_parameter("bias", None)
+    reason = support.layouts_differ(live, hollow)
+    assert reason == "the layout of 0.bias changes after loading"
