@@ -89,6 +89,13 @@ class InflightConfig:
         "the engine before each request.",
         choices=("queue", "reject"),
     )
+    adopt: str = _knob(
+        "on",
+        "'on': worker calls by which known frameworks write weights (OpenRLHF, verl "
+        "and others) become updates: they are staged, verified and committed. 'off': "
+        "they write into the live weights, as in upstream vLLM.",
+        choices=("on", "off"),
+    )
     update_deadline_s: float = _knob(
         600.0,
         "Most seconds from the start of an update to its commit. After that the "

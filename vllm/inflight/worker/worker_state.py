@@ -62,8 +62,19 @@ class Steps(Protocol):
         """Context: its body comes after the last step, and ends before the next."""
 
 
+class Extension(Protocol):
+    """The calls of a worker's extension, see `staging.extension.ExtensionCalls`."""
+
+    def take(self, serial: int, number: int) -> list[Any]:
+        """The result of a call, in a list; the list is empty if there is none."""
+
+
 class Stager(Protocol):
     """What stages updates, see `staging.worker.StagingWorker`."""
+
+    @property
+    def extension(self) -> Extension:
+        """The calls of the worker's extension."""
 
     @property
     def steps(self) -> Steps:
