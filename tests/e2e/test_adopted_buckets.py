@@ -23,7 +23,6 @@ from tests.support.trainers.bucket_sender import (
     with_errors,
     with_marks,
 )
-from tests.support.trainers.store_group import HOST, StoreTrainer, store_trainer
 from vllm.inflight.errors import InflightError, WeightsMismatch
 
 pytestmark = pytest.mark.engine
@@ -113,62 +112,9 @@ def test_a_tensor_that_the_model_does_not_take_is_named(
     assert served(core) == before
 
 
-def test_an_adapter_is_no_version(core: EngineCore, named: str) -> None:
-    if named == "CheckpointEngine":
-        return  # it has none
+@pytest.mark.parametrize("named", ["Verl"], indirect=True)
+def test_an_adapter_is_no_version(core: EngineCore) -> None:
     before = call(core, "info")
     adapter = {"peft_config": {"r": 8}, "base_sync_done": True, "use_shm": True}
-    if named == "Verl":
-        assert core.collective_rpc(IPC, kwargs=adapter) == [None]
-    else:
-        with pytest.raises(AssertionError):  # its own, since no address is given
-            core.collective_rpc(IPC, kwargs=adapter)
+    assert core.collective_rpc(IPC, kwargs=adapter) == [None]
     assert call(core, "info") == before
-
-
-# --------------------------------------------------- ms-swift's other calls
-@pytest.fixture
-def group(core: EngineCore, named: str) -> Iterator[StoreTrainer]:
-    if named != "Swift":
-        pytest.skip("of ms-swift alone")
-    with store_trainer() as trainer:
-        core.collective_rpc("init_communicator", args=(HOST, trainer.port, 2))
-        yield trainer
-
-
-def one_by_one(core: EngineCore, group: StoreTrainer, tensors: Tensors) -> None:
-    for name, tensor in tensors.items():
-        group.broadcast(tensor)
-        args = name, str(tensor.dtype), list(tensor.shape)
-        core.collective_rpc("update_named_param", args=args)
-
-
-def flattened(core: EngineCore, group: StoreTrainer, tensors: Tensors) -> None:
-    for some in (list(tensors.items())[:9], list(tensors.items())[9:]):
-        start, told = 0, []
-        for name, tensor in some:
-            end = start + tensor.nbytes
-            facts = {"dtype": str(tensor.dtype), "shape": list(tensor.shape)}
-            told.append({"name": name, "start_idx": start, "end_idx": end} | facts)
-            start = end
-        raw = [t.contiguous().view(-1).view(torch.uint8) for _, t in some]
-        group.broadcast(torch.cat(raw))
-        core.collective_rpc("update_flattened_params", args=(told,))
-
-
-@pytest.mark.parametrize("way", [one_by_one, flattened])
-def test_processing_the_weights_ends_the_version(
-    core: EngineCore, group: StoreTrainer, folders: dict[str, Path], way: Any
-) -> None:
-    digest = publish(core, folders["new"], "new")["digest"]
-    expected = says(core, "expected")
-    publish(core, folders["old"], "old")
-    way(core, group, tensors_of(folders["new"]))
-    assert served(core)[0] == "old"
-    assert core.collective_rpc("process_weights_after_loading") == [None]
-    assert served(core)[2] == digest
-    assert says(core, "after") == expected
-    # Without tensors before it, the call is the extension's own.
-    before = served(core)
-    core.collective_rpc("process_weights_after_loading")
-    assert says(core, "again") == expected and served(core)[2] in (None, before[2])

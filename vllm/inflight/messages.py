@@ -154,6 +154,8 @@ class Prepare:
     may_lack: str | None = None
     """The framework whose versions may leave out tensors, see `KnownCall.may_lack`;
     None: no tensor may be missing."""
+    may_be_first: bool = False
+    """Whether the version may decide which tensors these are, if none has before."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -333,8 +333,8 @@ class Adoption:
             self._open = None
             self._abort(update, WrongPhase("the calls have brought no tensor"))
             return results, False
-        if row.may_lack and not version.is_rest:
-            update.may_lack = row.framework
+        if row.may_lack:
+            update.may_lack, update.may_be_first = row.framework, not version.is_rest
         return results, True
 
     def _is_end(self, call: Recognised, params: Mapping[str, int]) -> bool:

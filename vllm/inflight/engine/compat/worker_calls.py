@@ -67,7 +67,7 @@ def _receive_whole(controller: EngineContext, request: object) -> Answer:
         missed = MissBroadcast(pipelinerl.GROUP, announcement, age_s)
         return ask(controller, missed)
 
-    def finish() -> Answer:
+    def finish_or_abort() -> Answer:
         # The caller does not know the update and could not abort it.
         end = finish(controller, update_id)
         abort = AbortUpdate(update_id)
@@ -85,7 +85,7 @@ def _receive_whole(controller: EngineContext, request: object) -> Answer:
         received = begin_and_receive()
     except InflightError as error:
         received = {"error": error.to_dict()}
-    return _then(controller, received, finish, otherwise=miss)
+    return _then(controller, received, finish_or_abort, otherwise=miss)
 
 
 def _then(

@@ -227,7 +227,8 @@ class Updates:
             return update.vote()
         if not update.is_preparing:
             update.is_preparing = True
-            self._ranks.command(update.serial, messages.Prepare(update.may_lack))
+            command = messages.Prepare(update.may_lack, update.may_be_first)
+            self._ranks.command(update.serial, command)
             self._command_sent(update)
         return self._watch.when_staged(update)
 

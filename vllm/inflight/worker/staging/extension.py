@@ -233,7 +233,7 @@ def stand_in(worker: upstream.WorkerBase, model: torch.nn.Module) -> Any:
 def _like(owner: Any, properties: dict[str, Any]) -> Any:
     """An object with the attributes of `owner`, and these properties in front."""
     kind = type(f"Staged{type(owner).__name__}", (type(owner),), properties)
-    made = object.__new__(kind)
+    made: Any = object.__new__(kind)
     made.__dict__ = vars(owner)
     return made
 

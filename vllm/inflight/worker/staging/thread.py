@@ -169,8 +169,8 @@ class StagingThread(Background):
                 self._receive(update_info)
             case messages.CallExtension():
                 self._call_extension(command)
-            case messages.Prepare(may_lack):
-                self._prepare(may_lack)
+            case messages.Prepare():
+                self._prepare(command)
             case messages.Init(init_info):
                 self._init_transport(self._choose("configured"), init_info)
             case messages.Join(init_info):
@@ -311,11 +311,12 @@ class StagingThread(Background):
         parameters = tally(intake.coverage.fills)
         self._status = replace(self._status, parameters=parameters)
 
-    def _allow_lack(self, framework: str) -> None:
+    def _allow_lack(self, framework: str, may_be_first: bool) -> None:
         """Let parameters keep their live values if the framework never sends them."""
         assert self._intake is not None
         begun = frozenset(self._intake.coverage.begun)
-        if not begun or self._stager.sent_by.get(framework, begun) != begun:
+        usual = self._stager.sent_by.get(framework, begun if may_be_first else None)
+        if not begun or begun != usual:
             return
         num_kept = self._intake.leave_unsent()
         if num_kept:
@@ -382,13 +383,13 @@ class StagingThread(Background):
             self._transport.receive_weights(info)
         comparison.judge()
 
-    def _prepare(self, may_lack: str | None) -> None:
+    def _prepare(self, command: messages.Prepare) -> None:
         assert self._intake is not None
         intake, shadow = self._intake, self._shadow
         if self._door is not None:
             self._door.require_all_through(intake.coverage.begun)
-        if may_lack is not None:
-            self._allow_lack(may_lack)
+        if command.may_lack is not None:
+            self._allow_lack(command.may_lack, command.may_be_first)
         if self._is_open and self._transport.defers_processing:
             self._transport.drain_pending()
         intake.complete()
@@ -412,8 +413,8 @@ class StagingThread(Background):
         whole: Content | None = base
         if intake.is_partial:
             whole = base.over(self._stager.served, intake.is_spare)
-        if may_lack is not None:
-            self._stager.note_sent(may_lack, begun)
+        if command.may_lack is not None:
+            self._stager.note_sent(command.may_lack, begun)
         digest = sent.digest()
         whole_digest: str | None = digest
         if whole is not sent:
