@@ -78,9 +78,11 @@ class Sender:
 
 
 @contextmanager
-def sending(messages: Callable[[Sender], None]) -> Iterator[str]:
+def sending(
+    messages: Callable[[Sender], None], address: str | None = None
+) -> Iterator[str]:
     """The address at which `messages` runs in a thread, with a sender."""
-    address = f"ipc:///tmp/inflight-tests-{secrets.token_hex(8)}.sock"
+    address = address or f"ipc:///tmp/inflight-tests-{secrets.token_hex(8)}.sock"
     context = zmq.Context()
     socket = context.socket(zmq.REQ)
     socket.setsockopt(zmq.LINGER, 0)
