@@ -17,6 +17,7 @@ from tests.e2e.test_sleep import says
 from tests.e2e.test_upstream_reloads import parameters
 from tests.support.engines.bare_core import Streams, add, call, prompt, publish, stage
 from tests.support.engines.mixtures import mixed
+from tests.support.engines.script import run_script
 from tests.support.frameworks.core import beside_steps, extended_core
 from tests.support.trainers.store_group import HOST, StoreTrainer, store_trainer
 from tests.support.waiting import until
@@ -297,3 +298,17 @@ def test_a_call_of_another_shape_is_the_extensions_own(
     with pytest.raises(TypeError, match="update_weight"):
         actor.core.collective_rpc("update_weight", **arguments)
     assert call(actor.core, "status")["outcomes"] == before
+
+
+# ------------------------------------------------- two ranks in processes of their own
+def test_two_ranks_commit_together_what_their_extension_has_received(
+    folders: dict[str, Path],
+) -> None:
+    seen = run_script("two_ranks", *folders.values(), room="tests.support.frameworks")
+    assert "update_weight" in seen["error"] and "mismatch dtype" in seen["error"]
+    assert "missing" in seen["error of the rest"]
+    assert seen["after the error"] == seen["before"] != seen["expected"]
+    assert seen["replies"] == [None, None]
+    assert seen["is digest"] and seen["label"] == "update-1"
+    assert [label for label, _ in seen["stream"]] == ["default", "update-1"]
+    assert seen["after"] == seen["expected"]

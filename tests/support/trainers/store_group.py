@@ -21,10 +21,11 @@ HOST = "127.0.0.1"
 
 
 class StoreTrainer:
-    """Rank 0 of a group with one worker; broadcasts what it is given, in order."""
+    """Rank 0 of a group with the workers; broadcasts what it is given, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, world_size: int = 2) -> None:
         self.port = free_port()
+        self._world_size = world_size
         self._tensors: SimpleQueue[torch.Tensor | None] = SimpleQueue()
         self._ended = in_background(self._run)
 
@@ -39,7 +40,7 @@ class StoreTrainer:
 
     def _run(self) -> None:
         group = StatelessProcessGroup.create(
-            host=HOST, port=self.port, rank=0, world_size=2
+            host=HOST, port=self.port, rank=0, world_size=self._world_size
         )
         while (tensor := self._tensors.get()) is not None:
             group.broadcast_obj(tensor, src=0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 from vllm.inflight.errors import ConfigError
@@ -116,7 +118,166 @@ CHECKPOINT_ENGINE = (
     ),
 )
 
-BUILT_IN: tuple[KnownCall, ...] = (*OPENRLHF, *VERL, *SWIFT, *CHECKPOINT_ENGINE)
+
+def _folder_name(parameter: str) -> Callable[[Arguments], str | None]:
+    """The name of the folder that an argument is the path of."""
+    return lambda arguments: Path(str(arguments.get(parameter) or "")).name or None
+
+
+PRIME_RL = tuple(
+    KnownCall(
+        framework="prime-rl",
+        method="update_weights_from_path",
+        parameters=(parameter,),
+        role=Role.VERSION,
+        label=_folder_name(parameter),
+    )
+    for parameter in ("weight_dir", "weight_path")
+)
+
+
+def _kernel_format(arguments: Arguments) -> str | None:
+    """Why tensors in kernel format are not adopted; None for a checkpoint's format."""
+    if arguments.get("is_checkpoint_format", True):
+        return None
+    return "its tensors are in kernel format, which load_weights does not take"
+
+
+SKYRL = (
+    KnownCall(
+        framework="SkyRL",
+        method="skyrl_start_weight_update",
+        parameters=("is_checkpoint_format",),
+        role=Role.BEGIN,
+        obstacle=_kernel_format,
+    ),
+    *(
+        KnownCall(
+            framework="SkyRL",
+            method=method,
+            parameters=("update_info",),
+            role=Role.PART,
+        )
+        for method in ("update_weights_ipc", "update_weights_nccl")
+    ),
+    KnownCall(
+        framework="SkyRL",
+        method="skyrl_finish_weight_update",
+        parameters=(),
+        role=Role.END,
+    ),
+)
+
+
+def _false_and_why(result: object) -> str | None:
+    """Why a pair of success and text says that a call has failed."""
+    if isinstance(result, tuple | list) and result and result[0] is False:
+        return str(result[1]) if len(result) > 1 else "it returned False"
+    return None
+
+
+AREAL = (
+    KnownCall(
+        framework="AReaL",
+        method="areal_update_weight_xccl",
+        parameters=(),
+        role=Role.COMPLETING,
+        failure=_false_and_why,
+    ),
+    KnownCall(
+        framework="AReaL",
+        method="areal_update_weights",
+        parameters=("model_path",),
+        role=Role.VERSION,
+        label=_folder_name("model_path"),
+        failure=_false_and_why,
+    ),
+)
+
+
+def _false(result: object) -> str | None:
+    return "it returned False" if result is False else None
+
+
+NEMO_RL = tuple(
+    KnownCall(
+        framework="NeMo-RL",
+        method=method,
+        parameters=(),
+        role=Role.VERSION,
+        failure=_false,
+        takes_quantised=False,
+        private=("_nrl_named_parameters",),
+    )
+    for method in ("update_weights_from_collective", "update_weights_via_ipc_zmq")
+)
+
+
+def _adapter_of_roll(arguments: Arguments) -> str | None:
+    if arguments.get("is_lora"):
+        return "it brings an adapter, and no weights of the model"
+    return None
+
+
+ROLL = (
+    KnownCall(
+        framework="ROLL",
+        method="broadcast_parameter",
+        parameters=("names", "dtypes", "shapes", "group_name", "is_lora"),
+        role=Role.PART,
+        names=lambda arguments: [str(name) for name in arguments.get("names") or ()],
+        obstacle=_adapter_of_roll,
+        takes_quantised=False,
+    ),
+    KnownCall(
+        framework="ROLL",
+        method="update_parameter_in_bucket",
+        parameters=("serialized_named_tensors", "is_lora"),
+        role=Role.PART,
+        obstacle=_adapter_of_roll,
+        takes_quantised=False,
+    ),
+    KnownCall(
+        framework="ROLL",
+        method="process_weights_after_loading",
+        parameters=(),
+        role=Role.END,
+        takes_quantised=False,
+    ),
+)
+
+
+def _version_of_request(arguments: Arguments) -> str | None:
+    """The version that PipelineRL's request names; None if it names none."""
+    try:
+        version = json.loads(str(arguments.get("request_json"))).get("version")
+    except (ValueError, AttributeError):  # the method rejects it in its own words
+        return None
+    return None if version is None else str(version)
+
+
+PIPELINE_RL = (
+    KnownCall(
+        framework="PipelineRL",
+        method="receive_weight_update",
+        parameters=("request_json",),
+        role=Role.VERSION,
+        label=_version_of_request,
+    ),
+)
+
+BUILT_IN: tuple[KnownCall, ...] = (
+    *OPENRLHF,
+    *VERL,
+    *SWIFT,
+    *CHECKPOINT_ENGINE,
+    *PRIME_RL,
+    *SKYRL,
+    *AREAL,
+    *NEMO_RL,
+    *ROLL,
+    *PIPELINE_RL,
+)
 """The rows of this package."""
 
 

@@ -27,6 +27,7 @@ from vllm.inflight.frameworks.known_call import methods_of
 from vllm.inflight.frameworks.table import known_calls, matched
 from vllm.inflight.transport.base import StagedEngine
 from vllm.inflight.transport.buckets.tensor_list import Pair
+from vllm.inflight.worker.integrity.outside_writes import SOURCE
 from vllm.inflight.yielding import with_breaks
 
 _here = threading.local()
@@ -155,6 +156,8 @@ class ExtensionCalls(StagedEngine):
     worker: upstream.WorkerBase
     _stand_in: Any = None
     _results: dict[tuple[int, int], Any] | None = None
+    _source: dict[str, Any] | None = None
+    """What the model's config said of its files before the update."""
 
     def init_transfer_engine(self, init_info: object) -> None:
         """Do nothing: the extension makes its own connections."""
@@ -194,6 +197,16 @@ class ExtensionCalls(StagedEngine):
                 f"{command.method} of the worker extension has failed: "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+    def note_source(self) -> None:
+        """Remember which files the model's config names."""
+        config = self.worker.vllm_config.model_config
+        self._source = {field: getattr(config, field) for field in SOURCE}
+
+    def put_source_back(self) -> None:
+        """Let the config name these files again, since a method may set others."""
+        for field, value in (self._source or {}).items():
+            setattr(self.worker.vllm_config.model_config, field, value)
 
     def keep(self, serial: int, number: int, result: object) -> None:
         """Keep the result of call `number` of an update until it is taken."""

@@ -248,6 +248,11 @@ class UpdateLoader:
         if self._checks.is_rejected:
             raise self._mismatch()
 
+    def require_accepted(self) -> None:
+        """Raise `WeightsMismatch` if a tensor that has come is wrong in any way."""
+        if self._checks.has_rejected:
+            raise self._mismatch()
+
     def _load(self, weights: Iterable[Pair]) -> Any:
         return self._shadow.load(weights)
 

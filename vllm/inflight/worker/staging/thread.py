@@ -221,6 +221,7 @@ class StagingThread(Background):
             assert self._shadow.module is not None
             load, module = self._intake.load_weights, self._shadow.module
             self._door = Door(load, module, clones=is_kept)
+            self._stager.extension.note_source()
         self._intake.coverage.stand_before(self._door or self._intake.load_weights)
         if manifest.tensors:
             self._intake.foresee(manifest.tensors, are_all=manifest.base is None)
@@ -298,14 +299,14 @@ class StagingThread(Background):
         except EngineFault:
             if door.failure is not None:
                 raise door.failure from None
-            intake.require_taken()  # it names the tensors, and the method does not
+            intake.require_accepted()  # it names the tensors, and the method does not
             raise
         # Kept before anything below fails: the caller gets it as it is.
         extension.keep(self.serial, command.number, result)
         self._stager.drain()
         if door.failure is not None:
             raise door.failure
-        intake.require_taken()
+        intake.require_accepted()
         if not self._is_open:
             door.require_all_through(intake.coverage.begun)
         parameters = tally(intake.coverage.fills)
@@ -509,6 +510,8 @@ class StagingThread(Background):
         """Clean up after a failure, then tell; the live weights were never touched."""
         intake = self._intake
         try:
+            if self._door is not None:
+                self._stager.extension.put_source_back()
             if intake is not None:
                 intake.coverage.unwatch()
                 if self._is_open and not isinstance(self._transport, StagedEngine):
