@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.distributed import get_tp_group
 from vllm.distributed.utils import StatelessProcessGroup
 
 
@@ -39,3 +40,14 @@ class Extension:
         weight: torch.Tensor = self.tests_group.broadcast_obj(None, src=0)
         assert weight.shape == torch.Size(shape)
         self.model_runner.model.load_weights(weights=[(name, weight)])
+
+
+class Meeting(Extension):
+    """One whose ranks may meet in a group of those that decode."""
+
+    def update_weight(
+        self: Any, name: str, dtype: Any, shape: Any, empty_cache: bool = False
+    ) -> None:
+        if name == "meet":
+            torch.distributed.barrier(group=get_tp_group().cpu_group)
+        Extension.update_weight(self, name, dtype, shape, empty_cache)

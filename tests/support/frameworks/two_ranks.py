@@ -20,7 +20,7 @@ from tests.support.engines import gentle
 from tests.support.engines.script import tell
 from tests.support.trainers.store_group import HOST, StoreTrainer
 
-EXTENSION = "tests.support.frameworks.openrlhf.Extension"
+EXTENSION = "tests.support.frameworks.openrlhf.Meeting"
 NUM_TOKENS = 400
 
 
@@ -96,6 +96,8 @@ async def main(old: Path, new: Path) -> None:
     wrong = names[9], "torch.int8", (1,), False
     seen["error"] = await error_of(engine.collective_rpc("update_weight", args=wrong))
     seen["after the error"] = (await said(engine, "after the error"))[0]
+    meeting = engine.collective_rpc("update_weight", args=("meet", "", (), False))
+    seen["error of a meeting"] = await error_of(meeting)
     seen["error of the rest"] = await error_of(send(names[10:]))
     seen["replies"] = await send(names)
     info = await engine.weight_info()

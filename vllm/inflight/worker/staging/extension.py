@@ -15,11 +15,12 @@ from __future__ import annotations
 import functools
 import gc
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from vllm.inflight import messages, upstream
 from vllm.inflight.errors import Conflict, EngineFault, InflightError
@@ -67,6 +68,57 @@ def _make_calm() -> None:
         setattr(module, name, calm)
 
 
+class OwnGroups(TorchDispatchMode):
+    """Rejects collectives of the groups of ranks that decode, in this thread.
+
+    Steps use these groups at the same time. Ranks would meet in different calls, and
+    would wait for each other or receive each other's tensors.
+
+    Args:
+        method: the method that runs, for the message.
+
+    """
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self._method = method
+        known = (found() for found in upstream.GROUPS.values())
+        groups = [group for group in known if group is not None]
+        self._decoding = [
+            each
+            for group in groups
+            if group.world_size > 1
+            for each in (group.device_group, group.cpu_group)
+        ]
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if self._decoding and func.namespace == "c10d":
+            groups = [_group_of(each) for each in args]
+            if any(group is each for group in groups for each in self._decoding):
+                name = func.__name__.partition(".")[0].strip("_")
+                raise Conflict(
+                    f"{self._method} calls the collective {name} of a group of ranks "
+                    "that decode, and it runs beside their steps; start the engine "
+                    "with --inflight-adopt off"
+                )
+        return func(*args, **(kwargs or {}))
+
+
+def _group_of(value: object) -> Any:
+    """The process group that an argument of a collective is; else None."""
+    if not isinstance(value, torch.ScriptObject):
+        return None
+    if "ProcessGroup" not in str(value._type()):
+        return None
+    return torch.distributed.ProcessGroup.unbox(value)
+
+
 class Door:
     """`load_weights` of the shadow model, as a method of an extension calls it.
 
@@ -100,7 +152,7 @@ class Door:
                 yield name, tensor.clone() if self._clones else tensor
 
         try:
-            with _calling(False):
+            with _calling(False), _disable_current_modes():
                 self._load(noted())
         except Exception as error:
             self.failure = self.failure or error
@@ -188,7 +240,7 @@ class ExtensionCalls(StagedEngine):
             self._stand_in = stand_in(self.worker, self.model)
         method = getattr(self._stand_in, command.method)
         try:
-            with _calling(True):
+            with _calling(True), OwnGroups(command.method):
                 return method(*command.args, **command.kwargs)
         except InflightError:
             raise
