@@ -298,7 +298,7 @@ def known_calls() -> tuple[KnownCall, ...]:
                 f"the entry point {point.name!r} of {ENTRY_POINTS} cannot be loaded: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        of_point = [found] if isinstance(found, KnownCall) else list(found)
+        of_point = found if isinstance(found, list | tuple) else [found]
         if not all(isinstance(row, KnownCall) for row in of_point):
             raise ConfigError(
                 f"the entry point {point.name!r} of {ENTRY_POINTS} must be a KnownCall "

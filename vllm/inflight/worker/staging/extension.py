@@ -56,16 +56,19 @@ def _make_calm() -> None:
     A collection of garbage holds the interpreter's lock. Emptying torch's cache waits
     for the device. The functions are replaced once in a process, for good.
     """
-    for module, name in ((gc, "collect"), (torch.cuda, "empty_cache")):
-        original = getattr(module, name)
+    for module, name, nothing in (
+        (gc, "collect", 0),
+        (torch.cuda, "empty_cache", None),
+    ):
+        setattr(module, name, _unless_calling(getattr(module, name), nothing))
 
-        @functools.wraps(original)
-        def calm(
-            *args: Any, _original: Callable[..., Any] = original, **kwargs: Any
-        ) -> Any:
-            return 0 if is_calling() else _original(*args, **kwargs)
 
-        setattr(module, name, calm)
+def _unless_calling(original: Callable[..., Any], nothing: object) -> Any:
+    @functools.wraps(original)
+    def calm(*args: object, **kwargs: object) -> Any:
+        return nothing if is_calling() else original(*args, **kwargs)
+
+    return calm
 
 
 class OwnGroups(TorchDispatchMode):
