@@ -140,7 +140,8 @@ class CallExtension:
     is_last: ClassVar = False
     number: int
     """The number of the call within the update, from 0."""
-    method: str
+    method: str | None
+    """None: `load_weights` of the model."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 

@@ -266,6 +266,15 @@ PIPELINE_RL = (
     ),
 )
 
+DIRECT = KnownCall(
+    framework="code beside the engine",
+    method="load_weights",
+    parameters=("weights",),
+    role=Role.PART,
+)
+"""Calls of `load_weights` of the model by code in the engine's own process, as TRL and
+ms-swift make them. A cache reset or the next step ends the version."""
+
 BUILT_IN: tuple[KnownCall, ...] = (
     *OPENRLHF,
     *VERL,

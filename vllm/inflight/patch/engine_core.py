@@ -169,7 +169,10 @@ def _rename(_: Callable[..., Any]) -> Callable[..., Any]:
 
 def _after_write_check(original: Callable[..., Any]) -> Callable[..., Any]:
     def step(self: upstream.EngineCore) -> Any:
-        with controller_of(self).outside_writes.around_step():
+        controller = controller_of(self)
+        if self.scheduler.requests:
+            controller.adoption.before_step()
+        with controller.outside_writes.around_step():
             return original(self)
 
     return step
@@ -196,9 +199,10 @@ def _intercept_worker_calls(original: Callable[..., Any]) -> Callable[..., Any]:
         adopted = controller.adoption.recognised(method, args, kwargs)
         if adopted is not None:
             return controller.adoption.execute(adopted)
-        return controller.outside_writes.call(
-            method, lambda: original(self, method, timeout, args, kwargs)
-        )
+        with controller.adoption.in_worker_call():
+            return controller.outside_writes.call(
+                method, lambda: original(self, method, timeout, args, kwargs)
+            )
 
     return collective_rpc
 
@@ -209,6 +213,7 @@ def _ends_unmarked(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if (controller := find_controller(self)) is not None:
             controller.adoption.end_unmarked("reset_prefix_cache")
+            controller.adoption.end_direct_loads()
         return original(self, *args, **kwargs)
 
     return reset_prefix_cache

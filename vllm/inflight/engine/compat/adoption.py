@@ -17,10 +17,14 @@ the live weights, and outside_writes.py detects what it writes.
 
 from __future__ import annotations
 
+import threading
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.calls import AbortUpdate, StartUpdate
@@ -37,7 +41,7 @@ from vllm.inflight.errors import (
     WrongPhase,
 )
 from vllm.inflight.frameworks.known_call import Arguments, KnownCall, Role
-from vllm.inflight.frameworks.table import matched
+from vllm.inflight.frameworks.table import DIRECT, matched
 from vllm.inflight.update import Phase
 
 logger = upstream.init_logger(__name__)
@@ -85,8 +89,8 @@ class Adoption:
     def __init__(self, core: upstream.EngineCore, controller: EngineContext) -> None:
         self._controller = controller
         config = core.vllm_config
-        is_on = InflightConfig.of(config).adopt == "on"
-        self.rows = matched(controller.ranks.methods) if is_on else ()
+        adopt = InflightConfig.of(config).adopt
+        self.rows = () if adopt == "off" else matched(controller.ranks.methods)
         """The rows of the table that fit the workers of this engine."""
         self._is_quantised = config.model_config.is_quantized
         self._open: OpenVersion | None = None
@@ -94,6 +98,11 @@ class Adoption:
         """Framework → its last version, if that has failed."""
         self._said: set[tuple[str, str]] = set()
         """Framework and reason of the calls that were not adopted, once logged."""
+        self._calling = threading.local()
+        """`depth` counts the worker calls that a thread is in."""
+        is_here = isinstance(core.model_executor, upstream.UniProcExecutor)
+        if adopt == "direct" and controller.in_process and is_here:
+            controller.ranks.overwrite("adopt_loads", self.load_directly)
 
     def recognised(
         self, method: object, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
@@ -150,8 +159,9 @@ class Adoption:
             version = self._begin(call)
             version.num_calls += 1
             number = version.update.num_chunks
+            method = None if call.row is DIRECT else call.row.method
             return self._controller.updates.call_extension(
-                version.update, call.row.method, call.args, call.kwargs
+                version.update, method, call.args, call.kwargs
             )
 
         def received(told: dict[str, Any]) -> Answer:
@@ -162,14 +172,75 @@ class Adoption:
         answer = after(self._controller, self._between(begin), received)
         return delivered(self._controller, answer, list)
 
+    @contextmanager
+    def in_worker_call(self) -> Iterator[None]:
+        """Context: this thread makes a worker call, which is not adopted."""
+        depth = getattr(self._calling, "depth", 0)
+        self._calling.depth = depth + 1
+        try:
+            yield
+        finally:
+            self._calling.depth = depth
+
+    def load_directly(self, weights: Iterable[Any]) -> set[str] | None:
+        """Load tensors that code beside the engine gives to the live model.
+
+        Returns their names. Returns None, and takes no tensor, if they are to be loaded
+        into the live model: in a worker call, or if updates are not possible now.
+
+        Raises:
+            InflightError: a tensor was rejected; the live weights have not changed.
+
+        """
+        if getattr(self._calling, "depth", 0):
+            return None
+        if self._controller.sleep.weights == "asleep":
+            return None
+        if (reason := self._obstacle(DIRECT, {})) is not None:
+            self._say_once(DIRECT, reason)
+            return None
+        names: set[str] = set()
+        # An iterator may make each tensor when it is asked for it.
+        is_there = isinstance(weights, Collection)
+        for batch in [list(weights)] if is_there else ([pair] for pair in weights):
+            if torch.cuda.is_available():
+                # Another stream reads what this thread has computed.
+                torch.cuda.current_stream().synchronize()
+            self.execute(Recognised(DIRECT, {}, (batch,), {}))
+            names.update(name for name, _ in batch)
+        return names
+
+    def end_direct_loads(self) -> None:
+        """Commit what code beside the engine has loaded.
+
+        Raises:
+            WeightsMismatch: tensors are missing; the live weights have not changed.
+
+        """
+        version = self._current()
+        if version is None or version.framework != DIRECT.framework:
+            return
+        end = finish(self._controller, version.update.update_id)
+        after(self._controller, end, lambda told: self._finished(version, [], told))
+
+    def before_step(self) -> None:
+        """Commit what code beside the engine has loaded, if it is complete."""
+        try:
+            self.end_direct_loads()
+        except InflightError as error:  # nobody has called anything that could raise
+            logger.error("the old weights serve on: %s", error)
+
     def end_unmarked(self, what: str) -> None:
         """Abort a version whose end was not marked, because `what` was called.
 
         A trainer calls it after its last tensor. If the mark is missing, the trainer
-        has died or has sent a part.
+        has died or has sent a part. What code beside the engine has loaded ends
+        elsewhere, see `end_direct_loads`.
         """
         version = self._current()
         if version is None or version.num_calls:
+            return
+        if version.framework == DIRECT.framework:
             return
         self._give_up(
             version,

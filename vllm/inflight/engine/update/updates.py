@@ -195,11 +195,16 @@ class Updates:
         return self._watch.when_received(update)
 
     def call_extension(
-        self, update: Update, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        update: Update,
+        method: str | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
         """Call a method of the workers' extension on the shadow weights.
 
-        The Future is done when every rank has called it.
+        The Future is done when every rank has called it. Without `method`, it is
+        `load_weights` of the model.
         """
         self.ledger.require(update.update_id, Phase.STAGING)
         number = update.num_chunks

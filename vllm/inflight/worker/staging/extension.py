@@ -241,15 +241,18 @@ class ExtensionCalls(StagedEngine):
         _make_calm()
         if self._stand_in is None:
             self._stand_in = stand_in(self.worker, self.model)
-        method = getattr(self._stand_in, command.method)
+        if command.method is None:
+            name, method = "load_weights", self.model.load_weights
+        else:
+            name, method = command.method, getattr(self._stand_in, command.method)
         try:
-            with _calling(True), OwnGroups(command.method):
+            with _calling(True), OwnGroups(name):
                 return method(*command.args, **command.kwargs)
         except InflightError:
             raise
         except BaseException as error:
             raise EngineFault(
-                f"{command.method} of the worker extension has failed: "
+                f"{name} of the worker extension has failed: "
                 f"{type(error).__name__}: {error}"
             ) from error
 
