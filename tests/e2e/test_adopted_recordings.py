@@ -43,9 +43,10 @@ def prime_rl(core: EngineCore, folder: Path, tensors: Tensors) -> Any:
 
 def skyrl(core: EngineCore, folder: Path, tensors: Tensors) -> Any:
     core.collective_rpc("skyrl_start_weight_update")
-    for some in halves(tensors):
+    methods = "update_weights_ipc", "update_weights_nccl"
+    for method, some in zip(methods, halves(tensors), strict=True):
         SENT.extend(some.items())
-        core.collective_rpc("update_weights_ipc", args=({"names": list(some)},))
+        core.collective_rpc(method, args=({"names": list(some)},))
     return core.collective_rpc("skyrl_finish_weight_update")
 
 
@@ -56,6 +57,15 @@ def areal(core: EngineCore, folder: Path, tensors: Tensors) -> Any:
         core.collective_rpc("areal_set_weight_meta", args=(*facts(some), "update"))
         replies = core.collective_rpc("areal_update_weight_xccl")
     return replies
+
+
+def areal_files(core: EngineCore, folder: Path, tensors: Tensors) -> Any:
+    return core.collective_rpc("areal_update_weights", args=(str(folder),))
+
+
+def nemo_rl_zmq(core: EngineCore, folder: Path, tensors: Tensors) -> Any:
+    SENT.extend(tensors.items())
+    return core.collective_rpc("update_weights_via_ipc_zmq")
 
 
 def nemo_rl(core: EngineCore, folder: Path, tensors: Tensors) -> Any:
@@ -82,8 +92,11 @@ Send = Callable[[EngineCore, Path, Tensors], Any]
 
 CASES: dict[str, tuple[Send, Any, str | None]] = {
     "PrimeRL": (prime_rl, None, "of folder"),
+    "PrimeRLFiles": (prime_rl, None, "of folder"),
     "SkyRL": (skyrl, None, None),
     "AReaL": (areal, (True, "Success"), None),
+    "AReaL: files": (areal_files, (True, "Success"), "of folder"),
+    "NemoRL: zmq": (nemo_rl_zmq, True, None),
     "NemoRL": (nemo_rl, True, None),
     "Roll": (roll, None, None),
     "PipelineRL": (pipelinerl, None, "7"),
@@ -98,7 +111,7 @@ def named(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def booted(folders: dict[str, Path], named: str) -> Iterator[EngineCore]:
-    with extended_core(folders["old"], f"{ROOM}.{named}") as core:
+    with extended_core(folders["old"], f"{ROOM}.{named.partition(':')[0]}") as core:
         yield core
     gc.collect()
 

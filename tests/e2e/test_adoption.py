@@ -116,6 +116,23 @@ def test_a_second_version_follows_the_first(
     assert says(actor.core, "old again") == said
 
 
+def test_tensors_that_are_lent_for_the_time_of_a_call_become_a_version(
+    core: EngineCore, folders: dict[str, Path]
+) -> None:
+    """OpenRLHF's other call; the memory of a tensor is used again after each call."""
+    digest = publish(core, folders["new"], "new")["digest"]
+    expected = says(core, "expected")
+    publish(core, folders["old"], "old")
+    memory = torch.empty(1 << 17, dtype=torch.uint8)
+    tensors = tensors_of(folders["new"])
+    for number, (name, tensor) in enumerate(tensors.items(), 1):
+        lent = memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        handles = {"the GPU": (lent.copy_, (tensor,))}
+        args = name, tensor.dtype, tensor.shape, handles, number == len(tensors)
+        assert core.collective_rpc("update_weight_cuda_ipc", args=args) == [None]
+    assert served(core)[2] == digest and says(core, "after") == expected
+
+
 def test_a_call_that_fails_in_the_middle_leaves_what_is_served(
     actor: Actor, folders: dict[str, Path]
 ) -> None:

@@ -41,6 +41,18 @@ class Extension:
         assert weight.shape == torch.Size(shape)
         self.model_runner.model.load_weights(weights=[(name, weight)])
 
+    def update_weight_cuda_ipc(
+        self: Any,
+        name: str,
+        dtype: Any,
+        shape: Any,
+        ipc_handles: Any = None,
+        empty_cache: bool = False,
+    ) -> None:
+        opened, arguments = ipc_handles["the GPU"]
+        weight: torch.Tensor = opened(*arguments)
+        self.model_runner.model.load_weights(weights=[(name, weight)])
+
 
 class Meeting(Extension):
     """One whose ranks may meet in a group of those that decode."""

@@ -59,6 +59,15 @@ class PrimeRL:
         _layerwise(self, iter(found.items()))
 
 
+class PrimeRLFiles:
+    """prime-rl's newer worker for files, with another name of the parameter."""
+
+    def update_weights_from_path(self: Any, weight_path: str) -> None:
+        PrimeRL.update_weights_from_path(self, weight_path)
+
+    quantize_in_weight_transfer = False
+
+
 class SkyRL:
     """SkyRL: a begin, chunks, and an end."""
 
@@ -77,6 +86,9 @@ class SkyRL:
         pairs = list(_received(len(update_info["names"])))
         assert [name for name, _ in pairs] == update_info["names"]
         self.model_runner.model.load_weights(weights=pairs)
+
+    def update_weights_nccl(self: Any, update_info: dict[str, Any]) -> None:
+        SkyRL.update_weights_ipc(self, update_info)
 
     def skyrl_finish_weight_update(self: Any) -> None:
         from vllm.model_executor.model_loader import reload

@@ -92,6 +92,12 @@ class Adoption:
         adopt = InflightConfig.of(config).adopt
         self.rows = () if adopt == "off" else matched(controller.ranks.methods)
         """The rows of the table that fit the workers of this engine."""
+        if self.rows:
+            logger.info(
+                "worker calls of %s become updates: %s",
+                ", ".join(dict.fromkeys(row.framework for row in self.rows)),
+                ", ".join(dict.fromkeys(row.method for row in self.rows)),
+            )
         self._is_quantised = config.model_config.is_quantized
         self._open: OpenVersion | None = None
         self._failed: dict[str, Failure] = {}

@@ -117,9 +117,10 @@ def _group_of(value: object) -> Any:
     """The process group that an argument of a collective is; else None."""
     if not isinstance(value, torch.ScriptObject):
         return None
-    if "ProcessGroup" not in str(value._type()):
+    try:
+        return torch.distributed.ProcessGroup.unbox(value)
+    except RuntimeError:  # it is another object of torch's
         return None
-    return torch.distributed.ProcessGroup.unbox(value)
 
 
 class Door:
