@@ -22,7 +22,7 @@ export HF_HUB_OFFLINE ?= 1
 NATIVE := pyproject.toml setup.py CMakeLists.txt $(wildcard csrc/*)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo check test test-slow test-ray test-releases test-vision test-gpu test-upstream-faults lint fmt soak fuzz bench bench-delta docs site sizes upstream clean
+.PHONY: help setup build demo check test test-slow test-ray test-frameworks test-releases test-vision test-gpu test-upstream-faults lint fmt soak fuzz bench bench-delta docs site sizes upstream clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-20s %s\n", $$1, $$2}'
@@ -89,6 +89,16 @@ test-ray: setup build/ray ## engines whose ranks are Ray's
 
 build/ray: # beside the environment: nothing else needs it
 	$(PY) -m pip install --quiet --no-deps --target $@ ray==2.60.0 msgpack==1.2.4
+
+test-frameworks: setup build/frameworks ## worker extensions of OpenRLHF, verl and others, from their packages
+	$(PY) -m pytest -m slow tests/e2e/test_framework_packages.py
+
+# Without what they depend on: only the files of the worker extensions are imported.
+build/frameworks: # beside the environment: nothing else needs it
+	$(PY) -m pip install --quiet --no-deps --target $@/openrlhf openrlhf==0.11.2
+	$(PY) -m pip install --quiet --no-deps --target $@/verl verl==0.9.1
+	$(PY) -m pip install --quiet --no-deps --target $@/checkpoint_engine checkpoint-engine==0.4.2
+	$(PY) -m pip install --quiet --no-deps --target $@/swift ms-swift==4.6.0
 
 test-releases: setup ## V=x.y.z: the core tests on that release of vLLM; without V, on all but the installed one
 	$(PY) -m tests.releases.suite $(V)

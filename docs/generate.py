@@ -39,6 +39,8 @@ from vllm.inflight.errors import (
     InflightError,
     UpstreamChanged,
 )
+from vllm.inflight.frameworks.known_call import KnownCall
+from vllm.inflight.frameworks.table import BUILT_IN
 from vllm.inflight.patch.records.attributes import ATTRIBUTES
 from vllm.inflight.releases import fields as release_fields
 from vllm.inflight.update import ACTIVE, MOVES, PAUSE_MOVES, STRICTNESS
@@ -109,6 +111,31 @@ def fields() -> str:
         for knob in dataclasses.fields(InflightConfig)
     )
     return table(["field", "values", "default", "what it does"], rows)
+
+
+def known_calls() -> str:
+    """The worker calls of other frameworks that are adopted."""
+    rows = (
+        [
+            row.framework,
+            code(f"{row.method}({', '.join(row.parameters)})"),
+            row.role.value,
+            _end_mark(row),
+        ]
+        for row in BUILT_IN
+    )
+    return table(["framework", "worker call", "role", "marks and exceptions"], rows)
+
+
+def _end_mark(row: KnownCall) -> str:
+    """What is special about a known call."""
+    facts = {
+        "the last one has `empty_cache`": row.is_last is not None,
+        "may leave out tensors": row.may_lack,
+        "not for quantised models": not row.takes_quantised,
+        "on one rank only": row.is_alone,
+    }
+    return "; ".join(fact for fact, holds in facts.items() if holds)
 
 
 def environment() -> str:
@@ -255,6 +282,7 @@ def upstream_faults() -> str:
 TABLES: dict[str, list[Callable[[], str]]] = {
     "cli.md": [flags, commands],
     "config.md": [fields, environment],
+    "drop-in.md": [known_calls],
     "errors.md": [errors, causes],
     "gpu-tests.md": [gpu_runs],
     "releases.md": [releases],

@@ -99,6 +99,15 @@ class InflightConfig:
         "the engine before each request.",
         choices=("queue", "reject"),
     )
+    adopt: str = _knob(
+        "on",
+        "'on': worker calls by which known frameworks write weights (OpenRLHF, verl "
+        "and others) become updates: they are staged, verified and committed. "
+        "'direct': so do calls of the model's load_weights by code in the engine's own "
+        "process (TRL and ms-swift colocated). 'off': all of them write into the live "
+        "weights, as in upstream vLLM.",
+        choices=("on", "direct", "off"),
+    )
     update_deadline_s: float = _knob(
         600.0,
         "Most seconds from the start of an update to its commit. After that the "

@@ -22,10 +22,11 @@ STAGED_KEYS = frozenset({"digest", "drift"})
 """Keys that a staged rank always posts, with None for a value that is not known."""
 
 
-TRANSPORTS = "groups", "local", "exported", "checkpoint_engine"
+TRANSPORTS = "groups", "local", "exported", "checkpoint_engine", "extension"
 """The transports that every worker has, besides the configured one: groups that a
-trainer opens with torch, files, GPU memory that a trainer has exported, and the buffers
-of a checkpoint-engine. The attributes of a `StagingWorker` have the same names."""
+trainer opens with torch, files, GPU memory that a trainer has exported, the buffers of
+a checkpoint-engine, and the worker's own extension. The attributes of a `StagingWorker`
+have the same names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +133,30 @@ class Receive:
 
 
 @dataclass(frozen=True, slots=True)
+class CallExtension:
+    """Call a method of the worker's extension on the shadow weights."""
+
+    name: ClassVar = "call_extension"
+    is_last: ClassVar = False
+    number: int
+    """The number of the call within the update, from 0."""
+    method: str | None
+    """None: `load_weights` of the model."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Prepare:
     """Verify what was received, and post a digest: the first phase of the commit."""
 
     name: ClassVar = "prepare"
     is_last: ClassVar = True
+    may_lack: str | None = None
+    """The framework whose versions may leave out tensors, see `KnownCall.may_lack`;
+    None: no tensor may be missing."""
+    may_be_first: bool = False
+    """Whether the version may decide which tensors these are, if none has before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +219,18 @@ class Miss:
     """Seconds since the rejection."""
 
 
-Command = Start | Receive | Prepare | Init | Shutdown | Join | Leave | Compare | Miss
+Command = (
+    Start
+    | Receive
+    | CallExtension
+    | Prepare
+    | Init
+    | Shutdown
+    | Join
+    | Leave
+    | Compare
+    | Miss
+)
 
 COMMANDS: dict[str, type[Command]] = {kind.name: kind for kind in get_args(Command)}
 """Name → class of each command."""

@@ -135,6 +135,7 @@ NAMES = {
     ),
     "MLAAttention": ("vllm.model_executor.layers.attention.mla_attention:MLAAttention"),
     "BaseLayerWithLoRA": "vllm.lora.layers:BaseLayerWithLoRA",
+    "GROUPS": "vllm.distributed.parallel_state:_groups",
     # weight transfer
     "WeightTransferEngine": (
         "vllm.distributed.weight_transfer.base:WeightTransferEngine"

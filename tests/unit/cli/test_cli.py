@@ -376,3 +376,31 @@ def test_the_help_lists_the_commands(capsys):
     with pytest.raises(SystemExit):
         main.main(["--help"])
     assert "doctor" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "told"),
+    [
+        ("tests.support.frameworks.openrlhf.Extension", "good", "adopted as OpenRLHF"),
+        ("tests.support.frameworks.own.Extension", "note", "none of the known calls"),
+        ("tests.unit.cli.test_cli.OfAFork", "note", "update_weight has other param"),
+        ("tests.unit.cli.test_cli.Missing", "wrong", "cannot be imported"),
+    ],
+)
+def test_doctor_says_which_calls_of_a_worker_extension_are_adopted(
+    name: str, state: str, told: str
+) -> None:
+    report = doctor.examine(extension=name).to_dict()
+    (found,) = (f for f in report["findings"] if f["name"] == "worker extension")
+    assert (found["state"], told in found["found"]) == (state, True), found
+    (row,) = (
+        call
+        for call in report["known_calls"]
+        if call["call"] == "update_weight(name, dtype, shape, empty_cache)"
+    )
+    is_matched = None if state == "wrong" else state == "good"
+    assert (row["framework"], row["is_matched"]) == ("OpenRLHF", is_matched)
+
+
+class OfAFork:
+    def update_weight(self, name: str, tensor: object) -> None: ...

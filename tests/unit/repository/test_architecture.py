@@ -29,6 +29,7 @@ PACKAGES = (
     ("ops", "_C"),
     ("delta",),
     ("releases",),
+    ("frameworks",),
     ("upstream",),
     ("attached",),
     ("trainer",),

@@ -10,14 +10,14 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
 import torch
 
 import vllm.inflight
-from vllm.inflight import ops, patch
+from vllm.inflight import ops, patch, upstream
 from vllm.inflight.cli.finding import Finding, State
 from vllm.inflight.config import (
     ADMIN_KEY_ENV,
@@ -27,6 +27,8 @@ from vllm.inflight.config import (
     check_keys_of_environment,
 )
 from vllm.inflight.errors import ConfigError, UpstreamChanged
+from vllm.inflight.frameworks.known_call import methods_of
+from vllm.inflight.frameworks.table import known_calls, matched
 from vllm.inflight.patch.records.record import Patch, problem_with
 from vllm.inflight.releases.table import REFERENCE, SUPPORTED, installed
 
@@ -53,11 +55,24 @@ class PatchState:
 
 
 @dataclass(frozen=True, slots=True)
+class CallState:
+    """A worker call of another framework that is adopted."""
+
+    framework: str
+    call: str
+    """The method with its parameters."""
+    role: str
+    is_matched: bool | None
+    """Whether the worker extension has the method; None if none was named."""
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """The state of every patch, and the findings about this host."""
 
     patches: list[PatchState]
     findings: list[Finding]
+    known_calls: list[CallState] = field(default_factory=list)
 
     @property
     def is_good(self) -> bool:
@@ -69,11 +84,14 @@ class Report:
         return {"ok": self.is_good} | asdict(self)
 
 
-def examine(progress: Callable[[str], None] = lambda _: None) -> Report:
+def examine(
+    progress: Callable[[str], None] = lambda _: None, extension: str | None = None
+) -> Report:
     """Look at everything, which takes as long as importing vLLM.
 
     Args:
         progress: called with what is being done.
+        extension: a worker extension, as `--worker-extension-cls` names it.
 
     """
     patches = list(_patch_states(progress))
@@ -91,7 +109,59 @@ def examine(progress: Callable[[str], None] = lambda _: None) -> Report:
         *_environment(),
         _admin_key(),
     ]
-    return Report(patches, findings)
+    calls, found = _known_calls(extension)
+    return Report(patches, [*findings, *found], calls)
+
+
+def _known_calls(extension: str | None) -> tuple[list[CallState], list[Finding]]:
+    """The known calls of other frameworks, and which an extension has."""
+    name = "known calls"
+    try:
+        rows = known_calls()
+    except ConfigError as error:
+        remedy = "Correct or uninstall the package that has the entry point."
+        return [], [Finding(name, error.message, State.WRONG, remedy)]
+    frameworks = ", ".join(dict.fromkeys(row.framework for row in rows))
+    findings = [Finding(name, f"{len(rows)}, of {frameworks}")]
+    methods: dict[str, list[str]] | None = None
+    if extension is not None:
+        try:
+            methods = methods_of(upstream.resolve_obj_by_qualname(extension), rows)
+        except Exception as error:  # importing a package can raise anything
+            text = f"{extension} cannot be imported: {type(error).__name__}: {error}"
+            remedy = "Run this command in the environment of the workers."
+            findings.append(Finding("worker extension", text, State.WRONG, remedy))
+        else:
+            findings.append(_extension(extension, methods))
+    calls = [
+        CallState(
+            row.framework,
+            f"{row.method}({', '.join(row.parameters)})",
+            row.role.value,
+            None if methods is None else row.is_of(methods),
+        )
+        for row in rows
+    ]
+    return calls, findings
+
+
+def _extension(extension: str, methods: dict[str, list[str]]) -> Finding:
+    """Which known calls a worker extension has."""
+    name, rows = "worker extension", matched(methods)
+    if rows:
+        frameworks = ", ".join(dict.fromkeys(row.framework for row in rows))
+        calls = ", ".join(dict.fromkeys(row.method for row in rows))
+        return Finding(name, f"{extension} is adopted as {frameworks}: {calls}")
+    why = "it has none of the known calls"
+    if methods:
+        why = f"{', '.join(sorted(methods))} has other parameters than is known"
+    return Finding(
+        name,
+        f"{extension} is not adopted: {why}",
+        State.NOTE,
+        "What it writes gets a label and no digest. A KnownCall makes its calls known: "
+        "see the page on drop-in use.",
+    )
 
 
 def _patch_states(progress: Callable[[str], None]) -> Iterator[PatchState]:

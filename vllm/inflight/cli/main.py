@@ -34,7 +34,7 @@ def doctor(args: argparse.Namespace) -> int:
         progress("importing vLLM")
         from vllm.inflight.cli.doctor import examine
 
-        report = examine(progress).to_dict()
+        report = examine(progress, args.worker_extension_cls).to_dict()
     if args.json:
         print(json.dumps(report, indent=2))
     else:
@@ -100,7 +100,14 @@ def parser() -> argparse.ArgumentParser:
         "--json", action="store_true", help="print the findings as JSON"
     )
     examined.add_argument(
-        "--verbose", action="store_true", help="list every patch, and why it is there"
+        "--verbose",
+        action="store_true",
+        help="list every patch and why it is there, and every known worker call",
+    )
+    examined.add_argument(
+        "--worker-extension-cls",
+        metavar="CLASS",
+        help="say which calls of this worker extension are adopted",
     )
     examined.add_argument(
         "--url",

@@ -34,6 +34,8 @@ def print_host(
     _print_failures(console, patches)
     if is_verbose:
         _print_patches(console, patches)
+        if calls := report.get("known_calls"):
+            _print_calls(console, calls)
     else:
         console.print(f"--verbose lists the {len(patches)} patches.", style="dim")
 
@@ -99,6 +101,19 @@ def _print_patches(console: Console, patches: list[dict[str, Any]]) -> None:
     for entry in patches:
         state = f"[{PATCH_COLOURS[entry['state']]}]{entry['state']}[/]"
         table.add_row(state, entry["target"].partition(":")[2], entry["why"])
+    console.print(table)
+
+
+def _print_calls(console: Console, calls: list[dict[str, Any]]) -> None:
+    """Print the worker calls of other frameworks that are adopted."""
+    console.print()
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("framework", "worker call", "role"):
+        table.add_column(heading)
+    for entry in calls:
+        style = "green" if entry["is_matched"] else None
+        cells = (entry[key] for key in ("framework", "call", "role"))
+        table.add_row(*(escape(plain(cell)) for cell in cells), style=style)
     console.print(table)
 
 

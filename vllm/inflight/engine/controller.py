@@ -19,6 +19,7 @@ from vllm.inflight.calls import Call, call_from_dict
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine import counters
 from vllm.inflight.engine.compat import queries
+from vllm.inflight.engine.compat.adoption import Adoption
 from vllm.inflight.engine.envelopes import enveloped, watched
 from vllm.inflight.engine.event_log import EventLog
 from vllm.inflight.engine.integrity.outside_writes import OutsideWrites
@@ -95,6 +96,7 @@ class Controller(Attached):
         self.scrubs = Scrubs(core, self)
         self.pauses = Pauses(core, self, lease_s=self._config.pause_lease_s)
         self.outside_writes = OutsideWrites(core, self)
+        self.adoption = Adoption(core, self)
         if self.dp_commit.is_kept and not self.ranks.is_reversible:
             self.ranks.reason = "engines that step together need a rollback target"
         if (reason := self.ranks.reason) is not None:
@@ -165,6 +167,7 @@ class Controller(Attached):
             case calls.PauseDecoding():
                 return self.pause(call)
             case calls.ResumeDecoding():
+                self.adoption.end_unmarked("resume")
                 return self.pauses.resume(call.owner)
             case calls.ReadPause():
                 return self.pauses.state() | {"weights_detail": self.sleep.detail}
@@ -173,6 +176,7 @@ class Controller(Attached):
             case calls.AbortRequests():
                 return abort_requests(self, call.ids)
             case calls.FlushCaches():
+                self.adoption.end_unmarked("a cache reset")
                 return queries.flush(self)
             case calls.ReleaseMemory():
                 return queries.release(self, call)

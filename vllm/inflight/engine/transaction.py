@@ -37,6 +37,10 @@ class Update:
     num_commands: int = 0
     num_chunks: int = 0
     is_preparing: bool = False
+    may_lack: str | None = None
+    """The framework whose versions may leave out tensors, see `KnownCall.may_lack`."""
+    may_be_first: bool = False
+    """Whether it may decide which tensors these are, if no version has before."""
     digest: str | None = None
     """The digest of the staged version, once all ranks agree; None if unknown."""
     sent: str | None = None

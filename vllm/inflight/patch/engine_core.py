@@ -169,7 +169,10 @@ def _rename(_: Callable[..., Any]) -> Callable[..., Any]:
 
 def _after_write_check(original: Callable[..., Any]) -> Callable[..., Any]:
     def step(self: upstream.EngineCore) -> Any:
-        with controller_of(self).outside_writes.around_step():
+        controller = controller_of(self)
+        if self.scheduler.requests:
+            controller.adoption.before_step()
+        with controller.outside_writes.around_step():
             return original(self)
 
     return step
@@ -193,11 +196,27 @@ def _intercept_worker_calls(original: Callable[..., Any]) -> Callable[..., Any]:
             self.vllm_config, method, args, has_actor_group=has_group
         ):
             return worker_calls.execute(controller, method, args, kwargs)
-        return controller.outside_writes.call(
-            method, lambda: original(self, method, timeout, args, kwargs)
-        )
+        adopted = controller.adoption.recognised(method, args, kwargs)
+        if adopted is not None:
+            return controller.adoption.execute(adopted)
+        with controller.adoption.in_worker_call():
+            return controller.outside_writes.call(
+                method, lambda: original(self, method, timeout, args, kwargs)
+            )
 
     return collective_rpc
+
+
+def _ends_unmarked(original: Callable[..., Any]) -> Callable[..., Any]:
+    def reset_prefix_cache(
+        self: upstream.EngineCore, *args: object, **kwargs: object
+    ) -> Any:
+        if (controller := find_controller(self)) is not None:
+            controller.adoption.end_unmarked("reset_prefix_cache")
+            controller.adoption.end_direct_loads()
+        return original(self, *args, **kwargs)
+
+    return reset_prefix_cache
 
 
 def _add_utility(_: None) -> Callable[..., Any]:
@@ -281,6 +300,13 @@ PATCHES = [
         why="upstream's worker calls that update weights become a transaction",
         remove_when="upstream's updates are transactional",
         around=_intercept_worker_calls,
+    ),
+    Patch(
+        target=f"{_CORE}.reset_prefix_cache",
+        expects=("self", "reset_running_requests", "reset_connector"),
+        why="a version whose end its framework has not marked is never committed",
+        remove_when="frameworks tell the engine when a version is complete",
+        around=_ends_unmarked,
     ),
     Patch(
         target=f"{_CORE}.inflight",

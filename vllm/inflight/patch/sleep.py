@@ -28,6 +28,7 @@ def _wake(original: Callable[..., Any]) -> Callable[..., Any]:
             # Upstream wakes nothing if one of them is awake.
             asleep = {*self.model_executor.sleeping_tags, "scheduling"}
             tags = [tag for tag in tags if tag in asleep]
+        controller_of(self).adoption.end_unmarked("wake_up")
         return controller_of(self).sleep.wake(lambda: original(self, tags))
 
     return wake_up

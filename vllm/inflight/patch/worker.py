@@ -67,12 +67,24 @@ def _load_into_arena(original: Callable[..., Any]) -> Callable[..., Any]:
 def _load_straight(original: Callable[..., Any]) -> Callable[..., Any]:
     def reload(*args: Any, **kwargs: Any) -> None:
         from vllm.inflight.worker.shadow.parameters import reloaded
+        from vllm.inflight.worker.staging.extension import is_calling
 
+        if is_calling():
+            return  # the update loader begins and ends the load of shadow weights
         model, *rest = args or (kwargs.pop("model"),)
         for part in reloaded(model):
             original(part, *rest, **kwargs)
 
     return reload
+
+
+def _unless_calling(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        from vllm.inflight.worker.staging.extension import is_calling
+
+        return None if is_calling() else original(*args, **kwargs)
+
+    return call
 
 
 def _for_the_same_threads(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -333,6 +345,13 @@ PATCHES = [
         why="shadow parameters need no end of a layerwise reload either",
         remove_when="upstream's transports leave the reload to their caller",
         around=_load_straight,
+    ),
+    Patch(
+        target=("vllm.model_executor.model_loader.utils:process_weights_after_loading"),
+        expects=("model", "model_config", "target_device"),
+        why="an extension that loads shadow weights does not process them itself",
+        remove_when="upstream loads updates into shadow weights",
+        around=_unless_calling,
     ),
     Patch(
         target="vllm._custom_ops:create_onednn_scaled_mm",

@@ -56,6 +56,15 @@ def inflight_command(
     )
 
 
+def inflight_result(
+    self: upstream.WorkerBase, serial: int, number: int
+) -> dict[str, Any]:
+    """Reply with the result of call `number` of the worker's extension, in a list."""
+    return answered(
+        lambda: WorkerState.of(self).require_stager().extension.take(serial, number)
+    )
+
+
 def inflight_flip(
     self: upstream.WorkerBase, ranks: list[int] | None = None
 ) -> dict[str, Any]:
@@ -140,6 +149,7 @@ def _added(function: Callable[..., Any], why: str) -> Patch:
 PATCHES = [
     _added(inflight_attach, "ranks report through a status board in shared memory"),
     _added(inflight_command, "commands for the staging thread return at once"),
+    _added(inflight_result, "the result of a call of an extension is read on its rank"),
     _added(inflight_flip, "a commit flips the weights of every rank with one RPC"),
     _added(inflight_overwrite, "ranks detect out-of-band writes into live weights"),
     _added(inflight_adapter, "an adapter is loaded on every rank or on none"),

@@ -7,7 +7,7 @@ protocol.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -62,8 +62,19 @@ class Steps(Protocol):
         """Context: its body comes after the last step, and ends before the next."""
 
 
+class Extension(Protocol):
+    """The calls of a worker's extension, see `staging.extension.ExtensionCalls`."""
+
+    def take(self, serial: int, number: int) -> list[Any]:
+        """The result of a call, in a list; the list is empty if there is none."""
+
+
 class Stager(Protocol):
     """What stages updates, see `staging.worker.StagingWorker`."""
+
+    @property
+    def extension(self) -> Extension:
+        """The calls of the worker's extension."""
 
     @property
     def steps(self) -> Steps:
@@ -102,10 +113,17 @@ class Stager(Protocol):
         """End the staging thread."""
 
 
+Adopter = Callable[[Iterable[Any]], set[str] | None]
+"""Loads tensors in place of a live model, and returns their names. It returns None,
+and has taken no tensor, if they are to be loaded into the live model."""
+
+
 class WriteWatch(Protocol):
     """What notices out-of-band writes, see `integrity.tripwire.Tripwire`."""
 
     is_asleep: bool
+    adopter: Adopter | None
+    """What loads in place of the live model; None if nothing does."""
 
     def attach(self, board_path: str, num_ranks: int, is_eager: bool) -> None:
         """Open the status board."""

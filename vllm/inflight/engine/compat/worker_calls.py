@@ -48,7 +48,7 @@ def _start(controller: EngineContext, kwargs: dict[str, Any]) -> Answer:
     return ask(controller, StartUpdate())
 
 
-def _finish(controller: EngineContext, update_id: str | None = None) -> Answer:
+def finish(controller: EngineContext, update_id: str | None = None) -> Answer:
     """Prepare, and commit in a later queued call once every rank is prepared."""
     if update_id is None and (active := controller.updates.ledger.active) is not None:
         update_id = active.update_id  # both calls are for this update
@@ -67,9 +67,9 @@ def _receive_whole(controller: EngineContext, request: object) -> Answer:
         missed = MissBroadcast(pipelinerl.GROUP, announcement, age_s)
         return ask(controller, missed)
 
-    def finish() -> Answer:
+    def finish_or_abort() -> Answer:
         # The caller does not know the update and could not abort it.
-        end = _finish(controller, update_id)
+        end = finish(controller, update_id)
         abort = AbortUpdate(update_id)
         return _then(controller, end, otherwise=lambda: ask(controller, abort))
 
@@ -85,7 +85,7 @@ def _receive_whole(controller: EngineContext, request: object) -> Answer:
         received = begin_and_receive()
     except InflightError as error:
         received = {"error": error.to_dict()}
-    return _then(controller, received, finish, otherwise=miss)
+    return _then(controller, received, finish_or_abort, otherwise=miss)
 
 
 def _then(
@@ -99,13 +99,29 @@ def _then(
     Without `following`, the result is `answer`. After an error, `otherwise` is called,
     and the result is the error.
     """
+
+    def settled(found: dict[str, Any]) -> Answer:
+        if "error" not in found:
+            return found if following is None else following()
+        otherwise()
+        return found
+
+    return after(controller, answer, settled)
+
+
+def after(
+    controller: EngineContext,
+    answer: Answer,
+    following: Callable[[dict[str, Any]], Answer],
+) -> Answer:
+    """Call `following` with the envelope of `answer`, in a later queued call.
+
+    Returns the result of `following`, or a Future of it.
+    """
     if isinstance(answer, Future) and controller.in_process:
         answer = answer.result()
     if not isinstance(answer, Future):
-        if "error" not in answer:
-            return answer if following is None else following()
-        otherwise()
-        return answer
+        return following(answer)
     result: Future[dict[str, Any]] = Future()
 
     def pass_on(done: Future[Any]) -> None:
@@ -116,13 +132,9 @@ def _then(
             result.set_result(found)
 
     def arrived(done: Future[dict[str, Any]]) -> None:
-        if "error" in (found := done.result()):
-            handled = controller.step_queue.submit(otherwise)
-            handled.add_done_callback(lambda _: result.set_result(found))
-        elif following is None:
-            result.set_result(found)
-        else:
-            controller.step_queue.submit(following).add_done_callback(pass_on)
+        envelope = done.result()
+        queued = controller.step_queue.submit(lambda: following(envelope))
+        queued.add_done_callback(pass_on)
 
     answer.add_done_callback(arrived)
     return result
@@ -142,7 +154,7 @@ PHASES: dict[str, Callable[[Any, dict[str, Any]], Answer]] = {
     "update_weights": lambda controller, kwargs: ask(
         controller, ReceiveChunk(kwargs.get("update_info"))
     ),
-    "finish_weight_update": lambda controller, kwargs: _finish(controller),
+    "finish_weight_update": lambda controller, kwargs: finish(controller),
 }
 """Upstream's worker methods that change weights, and the calls that replace them."""
 
@@ -223,15 +235,27 @@ def execute(
 
     """
     answer = _answer(controller, method, args, kwargs)
+    return delivered(controller, answer, lambda _: [None] * controller.num_ranks)
+
+
+def delivered(
+    controller: EngineContext, answer: Answer, read: Callable[[Any], list[Any]]
+) -> Any:
+    """The reply of `collective_rpc` that `read` makes of an answer, or a Future of it.
+
+    Raises:
+        InflightError: the answer is an error.
+
+    """
     if isinstance(answer, Future) and controller.in_process:
         answer = answer.result()
     if not isinstance(answer, Future):
-        return _reply(controller, answer)
-    reply: Future[list[None]] = Future()
+        return read(_ok(answer))
+    reply: Future[list[Any]] = Future()
 
     def done(finished: Future[dict[str, Any]]) -> None:
         try:
-            reply.set_result(_reply(controller, finished.result()))
+            reply.set_result(read(_ok(finished.result())))
         except Exception as error:
             reply.set_exception(error)
 
@@ -239,7 +263,7 @@ def execute(
     return reply
 
 
-def _reply(controller: EngineContext, envelope: dict[str, Any]) -> list[None]:
+def _ok(envelope: dict[str, Any]) -> Any:
     if "error" in envelope:
         raise InflightError.from_dict(envelope["error"])
-    return [None] * controller.num_ranks
+    return envelope["ok"]

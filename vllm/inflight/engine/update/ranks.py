@@ -99,6 +99,10 @@ class Ranks:
         has_drafter = any(reply.get("has_drafter") for reply in replies)
         self.has_drafter = has_drafter and not self.has_mtp
         """Whether a drafter with tensors of its own is staged with the model."""
+        self.methods: dict[str, list[str]] = next(
+            (reply["methods"] for reply in replies if "methods" in reply), {}
+        )
+        """Methods of the workers with the name of a known call → their parameters."""
         if has_drafter or self.has_mtp:
             reasons.append(lagging_drafter(kind, num_ranks))
         self.reason = next(filter(None, [self.reason, *reasons]), None)
@@ -202,6 +206,14 @@ class Ranks:
         reply = self._executor.collective_rpc(method, args=args, non_block=True)
         if self._kind.is_ordered:
             self._unread.append(reply)  # Ray keeps any number of replies
+
+    def results(self, serial: int, number: int) -> list[Any]:
+        """What each rank has returned in call `number` of its extension.
+
+        A rank whose call has failed has no result and is left out.
+        """
+        found = self._call("inflight_result", serial, number)
+        return list(chain.from_iterable(found))
 
     def cancel(self, serial: int) -> None:
         """Make every rank stop working on update `serial`."""

@@ -191,11 +191,31 @@ class Updates:
             self.ledger.require(update.update_id, Phase.STAGING)
             if update.is_preparing:
                 raise WrongPhase(f"update {update.update_id!r} is being finished")
-            command = messages.Receive(call.update_info)
-            self._ranks.command(update.serial, command)
-            update.num_chunks += 1
-            self._command_sent(update)
+            self._send_chunk(update, messages.Receive(call.update_info))
         return self._watch.when_received(update)
+
+    def call_extension(
+        self,
+        update: Update,
+        method: str | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Call a method of the workers' extension on the shadow weights.
+
+        The Future is done when every rank has called it. Without `method`, it is
+        `load_weights` of the model.
+        """
+        self.ledger.require(update.update_id, Phase.STAGING)
+        number = update.num_chunks
+        command = messages.CallExtension(number, method, args, kwargs)
+        self._send_chunk(update, command)
+        return self._watch.when_received(update)
+
+    def _send_chunk(self, update: Update, command: messages.Command) -> None:
+        self._ranks.command(update.serial, command)
+        update.num_chunks += 1
+        self._command_sent(update)
 
     def prepare(self, call: calls.PrepareUpdate) -> Any:
         """Verify the staged weights; done when every rank has reported.
@@ -212,7 +232,8 @@ class Updates:
             return update.vote()
         if not update.is_preparing:
             update.is_preparing = True
-            self._ranks.command(update.serial, messages.Prepare())
+            command = messages.Prepare(update.may_lack, update.may_be_first)
+            self._ranks.command(update.serial, command)
             self._command_sent(update)
         return self._watch.when_staged(update)
 

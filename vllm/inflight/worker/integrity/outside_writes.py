@@ -18,7 +18,7 @@ from vllm.inflight.errors import WrongPhase
 from vllm.inflight.worker.integrity.tripwire import WriteReport, tripwire_of
 from vllm.inflight.worker.lora import kept
 from vllm.inflight.worker.step_tracker import between_steps
-from vllm.inflight.worker.worker_state import WorkerState, WriteWatch
+from vllm.inflight.worker.worker_state import Adopter, WorkerState, WriteWatch
 
 SOURCE = "model", "model_weights", "revision"
 """Fields of a model's config that a reload sets before it looks for the files."""
@@ -98,6 +98,12 @@ def attach(
         tripwire.attach(path, num_ranks, is_eager)
 
 
+def adopt_loads(worker: upstream.WorkerBase, adopter: Adopter) -> None:
+    """Let `adopter` load in place of the live model; see `Adopter`."""
+    if (tripwire := tripwire_of_worker(worker)) is not None:
+        tripwire.adopter = adopter
+
+
 def arm(worker: upstream.WorkerBase) -> None:
     """See `Tripwire.arm`."""
     if (tripwire := tripwire_of_worker(worker)) is not None:
@@ -169,6 +175,7 @@ def tripwire_of_worker(worker: upstream.WorkerBase) -> WriteWatch | None:
 
 MOVES: dict[str, Callable[..., Any]] = {
     "attach": attach,
+    "adopt_loads": adopt_loads,
     "arm": arm,
     "look": look,
     "overwritten": overwritten,

@@ -40,6 +40,7 @@ from vllm.inflight.worker.model.mla import is_derived
 from vllm.inflight.worker.model.quantized import has_cache_scales
 from vllm.inflight.worker.model_state import ModelState, recall
 from vllm.inflight.worker.status_board import StatusBoard
+from vllm.inflight.worker.worker_state import Adopter
 
 logger = upstream.init_logger(__name__)
 
@@ -98,6 +99,8 @@ class Tripwire:
         """Whether upstream itself writes into experts, between any two steps."""
         self._board: StatusBoard | None = None
         self._is_eager = False
+        self.adopter: Adopter | None = None
+        """What loads in place of the live model; None if nothing does."""
         self.is_asleep = False
         """True from a sleep of this worker until its weights are awake."""
         self._is_written = False
@@ -346,6 +349,11 @@ class NotedLoad:
     def __call__(self, weights: Iterable[Any], *args: object, **kwargs: object) -> Any:
         """Load, as the model does."""
         if (tripwire := tripwire_of(self._model)) is not None:
+            adopted = None
+            if tripwire.adopter is not None and not tripwire.is_loading():
+                adopted = tripwire.adopter(weights)
+            if adopted is not None:
+                return adopted
             weights = tripwire.noted(weights)
         if self._whole is not None:
             return self._whole(weights, *args, **kwargs)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -264,6 +265,11 @@ class UpdateLoader:
         if self._writer is not None:
             self._writer.require_sound()
         if self._checks.is_rejected:
+            raise self._mismatch()
+
+    def require_accepted(self) -> None:
+        """Raise `WeightsMismatch` if a tensor that has come is wrong in any way."""
+        if self._checks.has_rejected:
             raise self._mismatch()
 
     def _load(self, weights: Iterable[Pair]) -> Any:
@@ -591,6 +597,18 @@ class UpdateLoader:
     def shares(self) -> list[int] | None:
         """Of a delta, see `DeltaWriter.shares`."""
         return None if self._writer is None else self._writer.shares()
+
+    def leave_unsent(self) -> int:
+        """Let parameters that nothing was sent for keep their live values.
+
+        Returns:
+            the number of these parameters.
+
+        """
+        unsent = self.coverage.due(self._manifest) - self.coverage.begun
+        if unsent:
+            self._manifest = replace(self._manifest, subset=("*",))
+        return len(unsent)
 
     def complete(self) -> None:
         """Load again the unchanged tensors of parameters that a delta has changed.

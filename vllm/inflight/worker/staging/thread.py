@@ -39,6 +39,7 @@ from vllm.inflight.worker.model.mla import derive
 from vllm.inflight.worker.model.quantized import require_same_numbers
 from vllm.inflight.worker.shadow.carry_over import copy_unsent, layer_siblings, retie
 from vllm.inflight.worker.staging.coverage import tally
+from vllm.inflight.worker.staging.extension import Door
 from vllm.inflight.worker.staging.loader import UpdateLoader
 from vllm.inflight.worker.staging.log_filter import (
     STAGING_THREAD,
@@ -91,6 +92,8 @@ class StagingThread(Background):
         self._before: list[StagingThread] = predecessor.alive() if predecessor else []
         self._commands: queue.SimpleQueue[messages.Command] = queue.SimpleQueue()
         self._intake: UpdateLoader | None = None
+        self._door: Door | None = None
+        """What a worker extension loads through; None for another transport."""
         self._sources: dict[str, str | None] = {}
         """The paths that all of it is read from, if it is read from files alone."""
         self._transport: Any = None
@@ -166,8 +169,10 @@ class StagingThread(Background):
                 self._start(command)
             case messages.Receive(update_info):
                 self._receive(update_info)
+            case messages.CallExtension():
+                self._call_extension(command)
             case messages.Prepare():
-                self._prepare()
+                self._prepare(command)
             case messages.Init(init_info):
                 self._init_transport(self._choose("configured"), init_info)
             case messages.Join(init_info):
@@ -213,7 +218,13 @@ class StagingThread(Background):
             served=self._stager.served,
             between=self._rest,
         )
-        self._intake.coverage.stand_before(self._intake.load_weights)
+        if command.transport == "extension":
+            is_kept = self._shadow.device.type == "cpu" or bool(self._shadow.quantised)
+            assert self._shadow.module is not None
+            load, module = self._intake.load_weights, self._shadow.module
+            self._door = Door(load, module, clones=is_kept)
+            self._stager.extension.note_source()
+        self._intake.coverage.stand_before(self._door or self._intake.load_weights)
         if manifest.tensors:
             self._intake.foresee(manifest.tensors, are_all=manifest.base is None)
 
@@ -258,7 +269,8 @@ class StagingThread(Background):
         self._transport_open = True
         self._transport.start_weight_update()
         is_ours = isinstance(self._transport, StagedEngine)
-        self._intake.coverage.watch(self._intake.load_weights, at_once=not is_ours)
+        load = self._door or self._intake.load_weights
+        self._intake.coverage.watch(load, at_once=not is_ours)
 
     def _receive(self, payload: Any) -> None:
         info = self._read(payload)
@@ -281,6 +293,45 @@ class StagingThread(Background):
         self._intake.require_taken()
         parameters = tally(self._intake.coverage.fills)
         self._status = replace(self._status, parameters=parameters)
+
+    def _call_extension(self, command: messages.CallExtension) -> None:
+        intake, door = self._intake, self._door
+        assert intake is not None and door is not None
+        extension = self._stager.extension
+        try:
+            result = extension.call(command)
+        except EngineFault:
+            if door.failure is not None:
+                raise door.failure from None
+            intake.require_accepted()  # it names the tensors, and the method does not
+            raise
+        # Kept before anything below fails: the caller gets it as it is.
+        extension.keep(self.serial, command.number, result)
+        self._stager.drain()
+        if door.failure is not None:
+            raise door.failure
+        intake.require_accepted()
+        if not self._is_open:
+            door.require_all_through(intake.coverage.begun)
+        parameters = tally(intake.coverage.fills)
+        self._status = replace(self._status, parameters=parameters)
+
+    def _allow_lack(self, framework: str, may_be_first: bool) -> None:
+        """Let parameters keep their live values if the framework never sends them."""
+        assert self._intake is not None
+        begun = frozenset(self._intake.coverage.begun)
+        usual = self._stager.sent_by.get(framework, begun if may_be_first else None)
+        if not begun or begun != usual:
+            return
+        num_kept = self._intake.leave_unsent()
+        if num_kept:
+            logger.info(
+                "%s has written %d parameters and marked the end of its version; %d "
+                "others keep their live values",
+                framework,
+                len(begun),
+                num_kept,
+            )
 
     def _read(self, payload: object) -> Any:
         """What `update_info` says to the transport; raises `Malformed`."""
@@ -337,9 +388,13 @@ class StagingThread(Background):
             self._transport.receive_weights(info)
         comparison.judge()
 
-    def _prepare(self) -> None:
+    def _prepare(self, command: messages.Prepare) -> None:
         assert self._intake is not None
         intake, shadow = self._intake, self._shadow
+        if self._door is not None:
+            self._door.require_all_through(intake.coverage.begun)
+        if command.may_lack is not None:
+            self._allow_lack(command.may_lack, command.may_be_first)
         if self._is_open and self._transport.defers_processing:
             self._transport.drain_pending()
         intake.complete()
@@ -365,6 +420,8 @@ class StagingThread(Background):
         whole: Content | None = base
         if intake.is_partial:
             whole = base.over(self._stager.served, intake.is_spare)
+        if command.may_lack is not None:
+            self._stager.note_sent(command.may_lack, begun)
         digest = sent.digest()
         whole_digest: str | None = digest
         if whole is not sent:
@@ -459,6 +516,8 @@ class StagingThread(Background):
         """Clean up after a failure, then tell; the live weights were never touched."""
         intake = self._intake
         try:
+            if self._door is not None:
+                self._stager.extension.put_source_back()
             if intake is not None:
                 intake.coverage.unwatch()
                 if self._is_open and not isinstance(self._transport, StagedEngine):

@@ -11,7 +11,7 @@ import functools
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -41,6 +41,8 @@ from vllm.inflight.worker.integrity.scrub import (
 from vllm.inflight.worker.shadow import swap
 from vllm.inflight.worker.shadow.flip import Flip, flip_of
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
+from vllm.inflight.worker.staging import extension
+from vllm.inflight.worker.staging.extension import ExtensionCalls
 from vllm.inflight.worker.staging.thread import StagingThread, post_failure
 from vllm.inflight.worker.staging.throttle import undirected
 from vllm.inflight.worker.status_board import StatusBoard
@@ -80,6 +82,10 @@ class StagingWorker:
         self._board: StatusBoard | None = None
         self._job: StagingThread | None = None
         self._num_kept = 0
+        self.sent_by: dict[str, frozenset[str]] = {}
+        """Framework → the parameters that its last committed version has written."""
+        self._sent: tuple[str, frozenset[str]] | None = None
+        """The same of the version that is staged now."""
         self._catalogue: dict[str, Any] | None = None
         """What a trainer may send, packed; None before the ranks are attached."""
         self._stream: torch.cuda.Stream | None = None
@@ -114,6 +120,17 @@ class StagingWorker:
     def checkpoint_engine(self) -> CheckpointEngine:
         """What reads the buffers of a checkpoint-engine."""
         return self._made(CheckpointEngine, "inflight_ipc")
+
+    @functools.cached_property
+    def extension(self) -> ExtensionCalls:
+        """What calls the methods of the worker's extension."""
+        made = self._made(ExtensionCalls, "local")
+        made.worker = self.worker
+        return made
+
+    def note_sent(self, framework: str, params: Iterable[str]) -> None:
+        """Note which parameters the staged version has written."""
+        self._sent = framework, frozenset(params)
 
     def _made(self, kind: type[Made], backend: str) -> Made:
         config = upstream.WeightTransferConfig(backend=backend)
@@ -168,6 +185,7 @@ class StagingWorker:
             "is_reversible": self.shadow.is_reversible,
             "has_drafter": self.shadow.has_drafter,
             "has_mtp": getattr(self.shadow.live, "is_mtp", False),
+            "methods": extension.methods(self.worker),
         }
 
     def _warm(self) -> None:
@@ -215,7 +233,7 @@ class StagingWorker:
 
         """
         with self.between_flips(is_cancelled):
-            self._flip = None
+            self._flip = self._sent = None
             self._contents[1] = self._marks[1] = None
             if self.shadow.log is not None:
                 self.shadow.log.clear()
@@ -340,6 +358,10 @@ class StagingWorker:
             self._contents.reverse()
             self._marks.reverse()
             self._scrub = None
+            if self._sent is not None:
+                framework, params = self._sent
+                self.sent_by[framework] = params
+                self._sent = None
         return seconds
 
     def scrub(self, move: str) -> Any:

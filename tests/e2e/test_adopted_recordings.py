@@ -1,0 +1,261 @@
+"""Adopted calls of frameworks whose packages do not start on this vLLM.
+
+A class of this repository makes each framework's calls, see support/frameworks.
+"""
+
+import gc
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.engine.core import EngineCore
+
+from tests.e2e.test_adoption import labels_across, served, tensors_of
+from tests.e2e.test_sleep import says
+from tests.e2e.test_upstream_reloads import parameters
+from tests.support.engines.bare_core import Streams, add, call, prompt, publish
+from tests.support.frameworks.core import beside_steps, extended_core
+from tests.support.frameworks.recorded import SENT, Tensors
+from vllm.inflight.errors import Conflict, InflightError, WeightsMismatch
+
+pytestmark = pytest.mark.engine
+
+ROOM = "tests.support.frameworks.recorded"
+
+
+def halves(tensors: Tensors) -> list[Tensors]:
+    pairs = list(tensors.items())
+    return [dict(pairs[:11]), dict(pairs[11:])]
+
+
+def facts(tensors: Tensors) -> tuple[list[str], list[str], list[list[int]]]:
+    names = list(tensors)
+    dtypes = [str(t.dtype).removeprefix("torch.") for t in tensors.values()]
+    return names, dtypes, [list(t.shape) for t in tensors.values()]
+
+
+def prime_rl(core: EngineCore, folder: Path, tensors: Tensors) -> Any:
+    return core.collective_rpc("update_weights_from_path", args=(str(folder),))
+
+
+def skyrl(core: EngineCore, folder: Path, tensors: Tensors) -> Any:
+    core.collective_rpc("skyrl_start_weight_update")
+    methods = "update_weights_ipc", "update_weights_nccl"
+    for method, some in zip(methods, halves(tensors), strict=True):
+        SENT.extend(some.items())
+        core.collective_rpc(method, args=({"names": list(some)},))
+    return core.collective_rpc("skyrl_finish_weight_update")
+
+
+def areal(core: EngineCore, folder: Path, tensors: Tensors) -> Any:
+    replies: Any = None
+    for some in halves(tensors):
+        SENT.extend(some.items())
+        core.collective_rpc("areal_set_weight_meta", args=(*facts(some), "update"))
+        replies = core.collective_rpc("areal_update_weight_xccl")
+    return replies
+
+
+def areal_files(core: EngineCore, folder: Path, tensors: Tensors) -> Any:
+    return core.collective_rpc("areal_update_weights", args=(str(folder),))
+
+
+def nemo_rl_zmq(core: EngineCore, folder: Path, tensors: Tensors) -> Any:
+    SENT.extend(tensors.items())
+    return core.collective_rpc("update_weights_via_ipc_zmq")
+
+
+def nemo_rl(core: EngineCore, folder: Path, tensors: Tensors) -> Any:
+    SENT.extend(tensors.items())
+    return core.collective_rpc("update_weights_from_collective")
+
+
+def roll(core: EngineCore, folder: Path, tensors: Tensors) -> Any:
+    first, second = halves(tensors)
+    SENT.extend(tensors.items())
+    core.collective_rpc("broadcast_parameter", args=(*facts(first), "update"))
+    core.collective_rpc("update_parameter_in_bucket", args=([len(second)],))
+    return core.collective_rpc("process_weights_after_loading")
+
+
+def pipelinerl(core: EngineCore, folder: Path, tensors: Tensors) -> Any:
+    SENT.extend(tensors.items())
+    infos = [{"name": name} for name in tensors]
+    asked = json.dumps({"version": 7, "parameters_info": infos})
+    return core.collective_rpc("receive_weight_update", args=(asked,))
+
+
+Send = Callable[[EngineCore, Path, Tensors], Any]
+
+CASES: dict[str, tuple[Send, Any, str | None]] = {
+    "PrimeRL": (prime_rl, None, "of folder"),
+    "PrimeRLFiles": (prime_rl, None, "of folder"),
+    "SkyRL": (skyrl, None, None),
+    "AReaL": (areal, (True, "Success"), None),
+    "AReaL: files": (areal_files, (True, "Success"), "of folder"),
+    "NemoRL: zmq": (nemo_rl_zmq, True, None),
+    "NemoRL": (nemo_rl, True, None),
+    "Roll": (roll, None, None),
+    "PipelineRL": (pipelinerl, None, "7"),
+}
+"""How a framework sends a version, the result of its last call, and its label."""
+
+
+@pytest.fixture(scope="module", params=CASES)
+def named(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def booted(folders: dict[str, Path], named: str) -> Iterator[EngineCore]:
+    with extended_core(folders["old"], f"{ROOM}.{named.partition(':')[0]}") as core:
+        yield core
+    gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def nothing_sent(booted: EngineCore) -> Iterator[None]:
+    SENT.clear()
+    yield
+    worker = booted.model_executor.driver_worker.worker
+    vars(worker).pop("_skyrl_weight_update_active", None)
+
+
+def test_the_calls_become_one_version_beside_decoding(
+    core: EngineCore, named: str, folders: dict[str, Path]
+) -> None:
+    send, result, expected_label = CASES[named]
+    new = folders["new"]
+    digest = publish(core, new, "new")["digest"]
+    expected = says(core, "expected"), parameters(core)
+    publish(core, folders["old"], "old")
+    add(core, "runs", prompt(3), max_tokens=900)
+    streams = Streams(core).step(8)
+    replies = beside_steps(streams, lambda: send(core, new, tensors_of(new)))
+    assert replies == [result]
+    streams.run(1000)
+    label, epoch, committed = served(core)
+    assert committed == digest
+    named_so = {None: f"update-{epoch}", "of folder": new.name}
+    assert label == named_so.get(expected_label, expected_label)
+    labels_across(streams, "old", label)
+    assert says(core, "after") == expected[0] and parameters(core) == expected[1]
+    assert call(core, "rollback")["weight_version"] == "old"
+
+
+def test_a_version_that_lacks_a_tensor_changes_nothing(
+    core: EngineCore, named: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    from safetensors.torch import save_file
+
+    send = CASES[named][0]
+    before, said = served(core), says(core, "before")
+    tensors = tensors_of(folders["new"])
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    if named == "AReaL":  # nothing marks the end, so the version stays open
+        send(core, tmp_path, tensors)
+        core.reset_prefix_cache()
+        last = call(core, "status")["outcomes"][0]
+        assert last["error"]["message"].startswith("reset_prefix_cache was called")
+    else:
+        with pytest.raises(WeightsMismatch) as raised:
+            send(core, tmp_path, tensors)
+        assert raised.value.tensors == ["model.norm.weight"]
+    assert served(core) == before and says(core, "after") == said
+
+
+def test_a_failure_changes_nothing_and_is_told_as_the_framework_tells_it(
+    core: EngineCore, named: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    from safetensors.torch import save_file
+
+    send = CASES[named][0]
+    before, said = served(core), says(core, "before")
+    tensors = tensors_of(folders["new"])
+    tensors["model.norm.weight"] = torch.zeros(3)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(InflightError, match=r"model\.norm\.weight"):
+        send(core, tmp_path, tensors)
+    assert served(core) == before and says(core, "after") == said
+    assert call(core, "status")["active"] is None
+    # A framework's method may have named its files there.
+    assert core.vllm_config.model_config.model != str(tmp_path)
+
+
+@pytest.mark.parametrize("named", ["AReaL", "NemoRL"], indirect=True)
+def test_a_failure_that_is_a_result_is_returned_and_changes_nothing(
+    core: EngineCore, named: str, folders: dict[str, Path]
+) -> None:
+    send = CASES[named][0]
+    before, said = served(core), says(core, "before")
+    tensors: Any = tensors_of(folders["new"])
+    tensors["model.norm.weight"] = None  # nothing that a loader could take
+    if named == "AReaL":
+        SENT.extend(tensors.items())
+        meta = list(tensors), [], [], "update"
+        core.collective_rpc("areal_set_weight_meta", args=meta)
+        ((is_done, text),) = core.collective_rpc("areal_update_weight_xccl")
+        assert (is_done, text.startswith("Failed to update")) == (False, True)
+    else:
+        assert send(core, folders["new"], tensors) == [False]
+    last = call(core, "status")["outcomes"][0]
+    assert (last["phase"], last["error"]["code"]) == ("aborted", "engine_fault")
+    assert served(core) == before and says(core, "after") == said
+
+
+@pytest.mark.parametrize("named", ["NemoRL"], indirect=True)
+def test_parameters_that_an_extension_remembers_are_those_of_the_shadow_weights(
+    core: EngineCore, folders: dict[str, Path]
+) -> None:
+    nemo_rl(core, folders["new"], tensors_of(folders["new"]))
+    worker = core.model_executor.driver_worker.worker
+    assert "_nrl_named_parameters" not in vars(worker)
+    (mine,) = core.collective_rpc("_get_named_parameters")
+    (live,) = core.collective_rpc(
+        lambda w: [id(p) for p in w.model_runner.model.parameters()]
+    )
+    assert [id(param) for param in mine.values()] == live
+    vars(worker).pop("_nrl_named_parameters")
+
+
+@pytest.mark.parametrize("named", ["SkyRL"], indirect=True)
+def test_parts_after_a_failed_begin_are_rejected_with_its_error(
+    core: EngineCore, folders: dict[str, Path]
+) -> None:
+    before = served(core)
+    core.collective_rpc("skyrl_start_weight_update")
+    with pytest.raises(InflightError, match="active already"):
+        core.collective_rpc("skyrl_start_weight_update")
+    for method, args in (
+        ("update_weights_ipc", ({"names": []},)),
+        ("skyrl_finish_weight_update", ()),
+    ):
+        with pytest.raises(InflightError, match="active already"):
+            core.collective_rpc(method, args=args)
+    assert served(core) == before
+
+
+@pytest.mark.parametrize("named", ["Roll"], indirect=True)
+def test_an_adapter_of_roll_is_no_version(core: EngineCore) -> None:
+    before = call(core, "status")["outcomes"]
+    args = [], [], [], "update", True
+    assert core.collective_rpc("broadcast_parameter", args=args) == [None]
+    assert call(core, "status")["outcomes"] == before
+
+
+@pytest.mark.parametrize("named", ["PrimeRL"], indirect=True)
+def test_writes_without_load_weights_are_rejected_by_name(
+    core: EngineCore, folders: dict[str, Path]
+) -> None:
+    """prime-rl sends kernel format if it quantises in the transfer."""
+    before, said = served(core), says(core, "before")
+    core.collective_rpc("init_broadcaster", args=(True,))
+    SENT.append(("model.norm.weight", torch.ones(128, dtype=torch.bfloat16)))
+    with pytest.raises(Conflict, match=r"model\.norm\.weight .* without load_weights"):
+        core.collective_rpc("update_weights_from_path", args=("nowhere",))
+    core.collective_rpc("init_broadcaster", args=(False,))
+    assert served(core) == before and says(core, "after") == said

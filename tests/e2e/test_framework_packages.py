@@ -1,0 +1,33 @@
+"""Worker extensions of frameworks, as their packages have them, on a real engine."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.engines.script import run_script
+from tests.support.frameworks.packages import CASES, PACKAGES
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+
+@pytest.mark.parametrize("framework", CASES)
+def test_the_extension_of_the_package_updates_beside_decoding(
+    checkpoint: Callable[..., Path], framework: str
+) -> None:
+    assert (PACKAGES / framework).is_dir(), "run `make test-frameworks`"
+    seen = run_script(
+        "packages",
+        framework,
+        checkpoint(0),
+        checkpoint(1),
+        room="tests.support.frameworks",
+        env={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+    )
+    assert seen["replies"] == [None]
+    assert seen["is fresh"] and seen["is digest of files"]
+    label, labels = seen["label"], seen["labels"]
+    assert label == f"update-{seen['epoch']}"
+    num_old = labels.count("old")
+    assert 8 < num_old < len(labels)
+    assert labels == ["old"] * num_old + [label] * (len(labels) - num_old)

@@ -1,0 +1,112 @@
+"""Calls that are not adopted write into the live weights, as out-of-band writes.
+
+As in test_out_of_band_writes.py, the packing of vLLM's CPU build is off.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import _custom_ops
+from vllm.v1.engine.core import EngineCore
+
+from tests.e2e.test_adoption import HOST, served, tensors_of
+from tests.e2e.test_sleep import says
+from tests.support.engines.bare_core import call, publish
+from tests.support.frameworks.core import extended_core
+from tests.support.trainers.store_group import StoreTrainer, store_trainer
+
+pytestmark = pytest.mark.engine
+
+EXTENSION = "tests.support.frameworks.openrlhf.Extension"
+
+
+@pytest.fixture(scope="module", params=["on", "off"])
+def adopt(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def booted(folders: dict[str, Path], adopt: str) -> Iterator[EngineCore]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_custom_ops, "_supports_onednn", False)
+        flags = {"additional_config": {"inflight": {"adopt": adopt}}}
+        with extended_core(folders["old"], EXTENSION, **flags) as core:
+            yield core
+
+
+@pytest.fixture
+def trainer(core: EngineCore) -> Iterator[StoreTrainer]:
+    with store_trainer() as trainer:
+        join = HOST, trainer.port, 1, 2, "openrlhf"
+        core.collective_rpc("init_process_group", args=join)
+        yield trainer
+
+
+def send(core: EngineCore, trainer: StoreTrainer, folder: Path, call: Any) -> None:
+    """One call for each tensor, the last one marked."""
+    tensors = tensors_of(folder)
+    for number, (name, tensor) in enumerate(tensors.items(), 1):
+        trainer.broadcast(tensor)
+        told = name, tensor.dtype, tensor.shape, number == len(tensors)
+        call(told)
+
+
+@pytest.mark.parametrize("adopt", ["off"], indirect=True)
+def test_with_adopt_off_each_call_writes_into_the_live_weights(
+    core: EngineCore, trainer: StoreTrainer, folders: dict[str, Path]
+) -> None:
+    publish(core, folders["new"], "new")
+    expected = says(core, "expected")
+    publish(core, folders["old"], "old")
+    before = served(core)[1]
+    send(
+        core,
+        trainer,
+        folders["new"],
+        lambda told: core.collective_rpc("update_weight", args=told),
+    )
+    assert says(core, "after") == expected
+    label, epoch, digest = served(core)
+    assert (label, digest) == (f"update-{epoch}", None)
+    assert epoch == before + 25
+    assert call(core, "info")["previous"] is None
+
+
+@pytest.mark.parametrize("adopt", ["on"], indirect=True)
+def test_a_function_in_place_of_a_name_is_not_adopted(
+    core: EngineCore, trainer: StoreTrainer, folders: dict[str, Path]
+) -> None:
+    publish(core, folders["new"], "new")
+    expected = says(core, "expected")
+    publish(core, folders["old"], "old")
+    send(
+        core,
+        trainer,
+        folders["new"],
+        lambda told: core.collective_rpc(lambda worker: worker.update_weight(*told)),
+    )
+    assert says(core, "after") == expected
+    assert served(core)[2] is None and call(core, "info")["previous"] is None
+
+
+@pytest.mark.parametrize("adopt", ["on"], indirect=True)
+def test_weights_that_a_sleep_has_given_up_are_filled_in_place(
+    core: EngineCore, trainer: StoreTrainer, folders: dict[str, Path]
+) -> None:
+    publish(core, folders["new"], "new")
+    expected = says(core, "expected")
+    core.vllm_config.model_config.enable_sleep_mode = True
+    core.sleep(2)
+    core.wake_up()
+    assert call(core, "info")["weights"] == "gone"
+    send(
+        core,
+        trainer,
+        folders["new"],
+        lambda told: core.collective_rpc("update_weight", args=told),
+    )
+    assert call(core, "info")["weights"] == "live"
+    assert says(core, "after") == expected and served(core)[2] is None
+    core.vllm_config.model_config.enable_sleep_mode = False

@@ -1,0 +1,1 @@
+"""Worker extensions that make the calls of other frameworks' own."""

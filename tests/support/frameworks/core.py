@@ -1,0 +1,57 @@
+"""An engine core whose workers have a framework's extension."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor.abstract import Executor
+
+from tests.support.engines.bare_core import Streams
+from tests.support.engines.script import OPTIONS
+
+
+@contextmanager
+def extended_core(folder: Path, extension: str, **options: Any) -> Iterator[EngineCore]:
+    """An engine core of this process, with `extension` in its worker."""
+    options = OPTIONS | {"max_num_seqs": 4} | options
+    config = EngineArgs(
+        str(folder), worker_extension_cls=extension, **options
+    ).create_engine_config()
+    core = EngineCore(config, Executor.get_class(config), log_stats=False)
+    worker = type(core.model_executor.driver_worker.worker)
+    added = resolve_obj_by_qualname(extension)
+    try:
+        yield core
+    finally:
+        core.shutdown()
+        # vLLM adds the extension to its own class, for good.
+        worker.__bases__ = tuple(b for b in worker.__bases__ if b is not added)
+
+
+def beside_steps(streams: Streams, act: Callable[[], Any]) -> Any:
+    """What `act` returns or raises, in a thread, while the core takes steps."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(act())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    queue = streams.core.vllm_inflight.step_queue
+    while thread.is_alive():
+        with queue.stepping():
+            streams.step()
+        thread.join(0.001)
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]

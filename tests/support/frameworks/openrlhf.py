@@ -1,0 +1,65 @@
+"""A worker extension that makes the calls of OpenRLHF's `WorkerWrap`.
+
+Each parameter comes in a call of its own, and the last one has `empty_cache`. The group
+is vLLM's `StatelessProcessGroup`, whose store carries the tensors here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.distributed import get_tp_group
+from vllm.distributed.utils import StatelessProcessGroup
+
+
+class Extension:
+    """Joins a trainer's group, and loads one tensor per call."""
+
+    def init_process_group(
+        self: Any,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str = "nccl",
+        use_ray: bool = False,
+    ) -> None:
+        self.tests_group = StatelessProcessGroup.create(
+            host=master_address,
+            port=master_port,
+            rank=self.rank + rank_offset,
+            world_size=world_size,
+        )
+
+    def update_weight(
+        self: Any, name: str, dtype: Any, shape: Any, empty_cache: bool = False
+    ) -> None:
+        assert dtype == self.model_config.dtype, f"mismatch dtype: src {dtype}"
+        weight: torch.Tensor = self.tests_group.broadcast_obj(None, src=0)
+        assert weight.shape == torch.Size(shape)
+        self.model_runner.model.load_weights(weights=[(name, weight)])
+
+    def update_weight_cuda_ipc(
+        self: Any,
+        name: str,
+        dtype: Any,
+        shape: Any,
+        ipc_handles: Any = None,
+        empty_cache: bool = False,
+    ) -> None:
+        opened, arguments = ipc_handles["the GPU"]
+        weight: torch.Tensor = opened(*arguments)
+        self.model_runner.model.load_weights(weights=[(name, weight)])
+
+
+class Meeting(Extension):
+    """One whose ranks may meet in a group of those that decode."""
+
+    def update_weight(
+        self: Any, name: str, dtype: Any, shape: Any, empty_cache: bool = False
+    ) -> None:
+        if name == "meet":
+            torch.distributed.barrier(group=get_tp_group().cpu_group)
+        Extension.update_weight(self, name, dtype, shape, empty_cache)

@@ -1,0 +1,65 @@
+"""A trainer's end of vLLM's `StatelessProcessGroup`, in a thread of its own.
+
+OpenRLHF, ms-swift and PipelineRL open such a group and broadcast over NCCL beside it.
+Here the group's store carries the tensors, so that it works on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from vllm.distributed.utils import StatelessProcessGroup
+
+from tests.support.ports import free_port
+from vllm.inflight.transport.waiting import in_background
+
+HOST = "127.0.0.1"
+
+
+class StoreTrainer:
+    """Rank 0 of a group with the workers; broadcasts what it is given, in order."""
+
+    def __init__(self, world_size: int = 2) -> None:
+        self.port = free_port()
+        self._world_size = world_size
+        self._tensors: SimpleQueue[torch.Tensor | None] = SimpleQueue()
+        self._ended = in_background(self._run)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Broadcast a tensor when the ones before it have been sent."""
+        self._tensors.put(tensor)
+
+    def end(self) -> None:
+        """Send nothing any more."""
+        self._tensors.put(None)
+        self._ended.result(timeout=10)
+
+    def _run(self) -> None:
+        group = StatelessProcessGroup.create(
+            host=HOST, port=self.port, rank=0, world_size=self._world_size
+        )
+        while (tensor := self._tensors.get()) is not None:
+            group.broadcast_obj(tensor, src=0)
+
+
+class StoreCommunicator:
+    """A worker's end of the group, with the interface of `PyNcclCommunicator`."""
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self.group, self.device = group, device
+
+    def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
+        """Fill `tensor` with what the trainer broadcasts next."""
+        tensor.copy_(self.group.broadcast_obj(None, src=src))
+
+
+@contextmanager
+def store_trainer() -> Iterator[StoreTrainer]:
+    """A trainer that ends with the context; a worker has to join its group."""
+    trainer = StoreTrainer()
+    yield trainer
+    trainer.end()

@@ -1,0 +1,329 @@
+"""The methods of a worker extension, executed on the shadow weights.
+
+Another framework's method reaches the weights by `model_runner.model` of its worker. So
+the method gets a stand-in for the worker. The stand-in has all attributes of the
+worker, except that its model is the shadow model. Its `load_weights` is a `Door`, with
+the checks of an update behind it. The method brings its tensors by its own transport.
+
+While the method runs, the load of the shadow model is ours: what upstream does to begin
+and to end a load has no effect in this thread, see `is_calling`. Collecting garbage and
+emptying torch's cache have none either, because both stop decoding.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from vllm.inflight import messages, upstream
+from vllm.inflight.errors import Conflict, EngineFault, InflightError
+from vllm.inflight.frameworks.known_call import methods_of
+from vllm.inflight.frameworks.table import known_calls, matched
+from vllm.inflight.transport.base import StagedEngine
+from vllm.inflight.transport.buckets.tensor_list import Pair
+from vllm.inflight.worker.integrity.outside_writes import SOURCE
+from vllm.inflight.yielding import with_breaks
+
+_here = threading.local()
+
+
+def is_calling() -> bool:
+    """Whether this thread runs a method of a worker extension on the shadow weights."""
+    return getattr(_here, "is_calling", False)
+
+
+@contextmanager
+def _calling(is_calling: bool) -> Iterator[None]:
+    before = getattr(_here, "is_calling", False)
+    _here.is_calling = is_calling
+    try:
+        yield
+    finally:
+        _here.is_calling = before
+
+
+@functools.cache
+def _make_calm() -> None:
+    """Let what stops decoding do nothing in a thread that runs an extension's method.
+
+    A collection of garbage holds the interpreter's lock. Emptying torch's cache waits
+    for the device. The functions are replaced once in a process, for good.
+    """
+    for module, name, nothing in (
+        (gc, "collect", 0),
+        (torch.cuda, "empty_cache", None),
+    ):
+        setattr(module, name, _unless_calling(getattr(module, name), nothing))
+
+
+def _unless_calling(original: Callable[..., Any], nothing: object) -> Any:
+    @functools.wraps(original)
+    def calm(*args: object, **kwargs: object) -> Any:
+        return nothing if is_calling() else original(*args, **kwargs)
+
+    return calm
+
+
+class OwnGroups(TorchDispatchMode):
+    """Rejects collectives of the groups of ranks that decode, in this thread.
+
+    Steps use these groups at the same time. Ranks would meet in different calls, and
+    would wait for each other or receive each other's tensors.
+
+    Args:
+        method: the method that runs, for the message.
+
+    """
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self._method = method
+        known = (found() for found in upstream.GROUPS.values())
+        groups = [group for group in known if group is not None]
+        self._decoding = [
+            each
+            for group in groups
+            if group.world_size > 1
+            for each in (group.device_group, group.cpu_group)
+        ]
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if self._decoding and func.namespace == "c10d":
+            groups = [_group_of(each) for each in args]
+            if any(group is each for group in groups for each in self._decoding):
+                name = func.__name__.partition(".")[0].strip("_")
+                raise Conflict(
+                    f"{self._method} calls the collective {name} of a group of ranks "
+                    "that decode, and it runs beside their steps; start the engine "
+                    "with --inflight-adopt off"
+                )
+        return func(*args, **(kwargs or {}))
+
+
+def _group_of(value: object) -> Any:
+    """The process group that an argument of a collective is; else None."""
+    if not isinstance(value, torch.ScriptObject):
+        return None
+    try:
+        return torch.distributed.ProcessGroup.unbox(value)
+    except RuntimeError:  # it is another object of torch's
+        return None
+
+
+class Door:
+    """`load_weights` of the shadow model, as a method of an extension calls it.
+
+    Args:
+        load: the update loader.
+        model: the shadow model.
+        clones: whether layers keep tensors after the call. The sender uses the memory
+            of its tensors again, so they are cloned.
+
+    Attributes:
+        failure: the first error of a load. A method may handle it, and report success.
+
+    """
+
+    def __init__(
+        self, load: Callable[..., Any], model: torch.nn.Module, *, clones: bool
+    ) -> None:
+        self._load, self._model, self._clones = load, model, clones
+        self.failure: Exception | None = None
+        self._is_used = False
+        self._states = self._now()
+        """The parameters when nothing but the update loader had written them."""
+
+    def __call__(self, weights: Iterable[Pair]) -> set[str]:
+        """Load tensors; returns their names."""
+        names: set[str] = set()
+
+        def noted() -> Iterator[Pair]:
+            for name, tensor in weights:
+                names.add(name)
+                yield name, tensor.clone() if self._clones else tensor
+
+        try:
+            with _calling(False), _disable_current_modes():
+                self._load(noted())
+        except Exception as error:
+            self.failure = self.failure or error
+            raise
+        if not self._is_used:
+            # The first load has begun the load of all layers, and checked the plan.
+            self._is_used, self._states = True, self._now()
+        return names
+
+    def require_all_through(self, loaded: Collection[str]) -> None:
+        """Raise `Conflict` if the method has written parameters without the door.
+
+        Such writes cannot be checked. Writes to `param.data` are not seen.
+
+        Args:
+            loaded: the parameters that the update loader has written.
+
+        """
+        now = self._now()
+        past = [
+            name
+            for name, state in self._states.items()
+            if name not in loaded
+            and now.get(name, state)[0] == state[0]
+            and now.get(name, state)[1] != state[1]
+        ]
+        if past:
+            raise Conflict(
+                f"the worker extension writes into {past[0]} and {len(past) - 1} other "
+                "parameters itself, without load_weights, so its tensors cannot be "
+                "verified; start the engine with --inflight-adopt off"
+            )
+
+    def _now(self) -> dict[str, tuple[int, int]]:
+        """The id and the version counter of each parameter."""
+        return {
+            name: (id(param), 0 if param.is_inference() else int(param._version))
+            for name, param in with_breaks(self._model.named_parameters())
+        }
+
+
+class ExtensionCalls(StagedEngine):
+    """The calls of one worker's extension.
+
+    Attributes:
+        worker: the worker; set once, before the first call.
+
+    """
+
+    init_info_cls = upstream.WeightTransferInitInfo
+    update_info_cls = upstream.WeightTransferUpdateInfo
+
+    worker: upstream.WorkerBase
+    _stand_in: Any = None
+    _results: dict[tuple[int, int], Any] | None = None
+    _source: dict[str, Any] | None = None
+    """What the model's config said of its files before the update."""
+
+    def init_transfer_engine(self, init_info: object) -> None:
+        """Do nothing: the extension makes its own connections."""
+
+    def shutdown(self) -> None:
+        """Do nothing, for the same reason."""
+
+    def parse_update_info(self, update_info: Any) -> Any:
+        """Reject a chunk of another client; raises `ValueError`."""
+        raise ValueError(
+            "the update under way belongs to a worker extension, which brings its "
+            "tensors by its own calls; end it with POST /abort_weight_update"
+        )
+
+    def receive_weights(self, update_info: object) -> None:
+        """Never called, because no chunk can be parsed."""
+        raise NotImplementedError
+
+    def call(self, command: messages.CallExtension) -> Any:
+        """Call a method on the shadow weights; returns its result.
+
+        Raises:
+            EngineFault: the method has failed.
+
+        """
+        _make_calm()
+        if self._stand_in is None:
+            self._stand_in = stand_in(self.worker, self.model)
+        if command.method is None:
+            name, method = "load_weights", self.model.load_weights
+        else:
+            name, method = command.method, getattr(self._stand_in, command.method)
+        try:
+            with _calling(True), OwnGroups(name):
+                return method(*command.args, **command.kwargs)
+        except InflightError:
+            raise
+        except BaseException as error:
+            raise EngineFault(
+                f"{name} of the worker extension has failed: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def note_source(self) -> None:
+        """Remember which files the model's config names."""
+        config = self.worker.vllm_config.model_config
+        self._source = {field: getattr(config, field) for field in SOURCE}
+
+    def put_source_back(self) -> None:
+        """Let the config name these files again, since a method may set others."""
+        for field, value in (self._source or {}).items():
+            setattr(self.worker.vllm_config.model_config, field, value)
+
+    def keep(self, serial: int, number: int, result: object) -> None:
+        """Keep the result of call `number` of an update until it is taken."""
+        others = self._results or {}
+        self._results = {k: v for k, v in others.items() if k[0] == serial}
+        self._results[serial, number] = result
+
+    def take(self, serial: int, number: int) -> list[Any]:
+        """The result of a call, in a list; the list is empty if there is none."""
+        results = self._results or {}
+        if (serial, number) not in results:
+            return []
+        return [results.pop((serial, number))]
+
+
+def methods(worker: upstream.WorkerBase) -> dict[str, list[str]]:
+    """The methods of a worker that have the name of a known call; see `methods_of`."""
+    return methods_of(type(worker), known_calls())
+
+
+def stand_in(worker: upstream.WorkerBase, model: torch.nn.Module) -> Any:
+    """An object that is `worker`, except that its runner shows `model`.
+
+    The stand-in and the worker have the same attributes, so that a connection of the
+    extension is known to both. What an extension caches of parameters would be wrong on
+    the other one. Its known calls name these attributes, and they stay apart.
+    """
+    runner = worker.model_runner
+    own_runner = _like(runner, {"model": _fixed(model)})
+    rows = matched(methods(worker))
+    private: dict[str, Any] = {}
+    names = {name for row in rows for name in row.private}
+    apart = {name: _kept_in(private, name) for name in names}
+    return _like(worker, apart | {"model_runner": _fixed(own_runner)})
+
+
+def _like(owner: Any, properties: dict[str, Any]) -> Any:
+    """An object with the attributes of `owner`, and these properties in front."""
+    kind = type(f"Staged{type(owner).__name__}", (type(owner),), properties)
+    made: Any = object.__new__(kind)
+    made.__dict__ = vars(owner)
+    return made
+
+
+def _fixed(value: object) -> property:
+    return property(lambda self: value)
+
+
+def _kept_in(store: dict[str, Any], name: str) -> property:
+    def read(self: object) -> Any:
+        if name not in store:
+            raise AttributeError(name)
+        return store[name]
+
+    def write(self: object, value: object) -> None:
+        store[name] = value
+
+    def delete(self: object) -> None:
+        store.pop(name, None)
+
+    return property(read, write, delete)
