@@ -88,6 +88,13 @@ def test_a_packed_layer_is_named():
     assert support.layouts_differ(live, hollow) is None
 
 
+def test_a_parameter_with_more_places_than_32_bits_can_tell_is_named(monkeypatch):
+    assert support.MOST_ELEMENTS == 2**31
+    monkeypatch.setattr(support, "MOST_ELEMENTS", 12)
+    reason = support.layouts_differ(*trees())
+    assert reason == "0.weight has 12 elements, too many for a log"
+
+
 def test_a_parameter_that_is_served_in_another_form_is_named():
     live, hollow = trees()
     live[0].weight.data = live[0].weight.data.t().contiguous().t()

@@ -66,6 +66,11 @@ BESIDE_QUANTISED = ("draft_model", "eagle", "eagle3")
 devices."""
 
 
+MOST_ELEMENTS = 1 << 31
+"""Elements from which on a parameter is too large for delta staging: a place in it has
+32 bits."""
+
+
 def config_obstacle(vllm_config: upstream.VllmConfig) -> str | None:
     """Why an engine with this configuration cannot be updated; None if it can.
 
@@ -324,6 +329,8 @@ def layouts_differ(live: torch.nn.Module, hollow: torch.nn.Module) -> str | None
             param, other = a._parameters.get(key), b._parameters.get(key)
             if param is None or other is None or _form(param) != _form(other):
                 return f"the layout of {name}.{key} changes after loading"
+            if param.numel() >= MOST_ELEMENTS:
+                return f"{name}.{key} has {param.numel()} elements, too many for a log"
     return None
 
 
