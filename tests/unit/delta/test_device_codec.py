@@ -24,7 +24,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 RUNS = torch.cat([torch.arange(40 + 90 * n) + 2400 * n for n in range(8)])
 """Short runs and long ones."""
-RAGGED = torch.cat((torch.arange(1500), torch.tensor([5_000, 90_000, 99_000])))
+RAGGED = torch.cat((torch.arange(1500), torch.tensor([5_000, 30_000, 39_000])))
 
 
 def cases():
@@ -32,11 +32,13 @@ def cases():
     for dtype in DTYPES:
         old = random_bits(dtype, 3001)
         yield old, with_changes(old, scattered(3001, 0.05))
-    old = random_bits(torch.bfloat16, 100_003)
-    most_gaps = torch.tensor([0, 255, 511, 1020, 1021, 1277, 2000, 70_000])
+    old = random_bits(torch.bfloat16, 40_003)
+    long = random_bits(torch.bfloat16, 140_001)
+    most_gaps = torch.tensor([0, 255, 511, 1020, 1021, 1277, 2000, 70_000, 140_000])
+    yield long, with_changes(long, most_gaps, most=300)
     for places in (
-        *([], [0], [100_002], range(5), RAGGED, most_gaps, scattered(100_003, 0.01)),
-        *(scattered(100_003, 0.0004), scattered(100_003, 0.5), RUNS, [7, 9], range(60)),
+        *([], [0], [40_002], range(5), RAGGED, scattered(40_003, 0.01)),
+        *(scattered(40_003, 0.0004), scattered(40_003, 0.5), RUNS, [7, 9], range(60)),
     ):
         yield old, with_changes(old, places, most=300)
     for dtype in (torch.float32, torch.int64):
@@ -160,7 +162,7 @@ def check_faults() -> None:
     part.check([20_000] * 5, [2, 4, 1, 2, 2])
     assert {block.form for block in part.blocks()} == {1, 2, 3, 4, 5}
     whole, refused = part.data.clone(), 0
-    for _ in range(80):
+    for _ in range(50):
         part.data.copy_(whole)
         block = rng.choice(part.blocks())
         sections = zip(
@@ -180,7 +182,7 @@ def check_faults() -> None:
         refused += 1
         with pytest.raises(Malformed, match=f":{row}: "):
             list(device_decode(part))
-    assert refused > 20
+    assert refused > 12
 
 
 def check_digests(pairs) -> None:

@@ -6,15 +6,21 @@ import pytest
 import torch
 
 from tests.support.deltas import random_bits, scattered, with_changes
+from tests.support.shadow_on_host import shows, version
 from tests.support.triton_compiler import compile_for_gpu, succeeds
+from tests.unit.worker.test_delta_writer import delta, started, stepped
 from vllm.inflight import ops
 from vllm.inflight.delta import Encoder, decode
+from vllm.inflight.errors import Malformed
 from vllm.inflight.worker.delta.destinations import Destinations
 from vllm.inflight.worker.delta.device_writer import DeviceWriter, copy_elements, warm
+from vllm.inflight.worker.delta.writer import DeltaWriter
+from vllm.inflight.worker.memory.arena import Arena
 from vllm.inflight.worker.replay_plan import Copied, Entry, view_of
 from vllm.inflight.worker.shadow.change_log import ChangeLog
 from vllm.inflight.worker.shadow.changed_elements import elements
 from vllm.inflight.worker.shadow.swap import swap_reference
+from vllm.inflight.worker.staging import loader
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -164,9 +170,50 @@ def compile_kernels() -> None:
             )
 
 
+def decode_with_kernels() -> None:
+    """Have parts on the host decoded as on a GPU, in this process."""
+    from vllm.inflight.delta import device_decode
+
+    # The package has a function of the module's name.
+    decoding = sys.modules["vllm.inflight.delta.decode"]
+
+    def on_device(part, data, decoded, num_threads):
+        slots = decoded.slots, decoded.places, decoded.bits
+        decoded.fault = device_decode.decode_rows(part.rows, data, *slots)
+
+    decoding._decode_native = on_device
+
+
+def staged() -> None:
+    """A chain of deltas, written by the kernels into shadow weights of the host."""
+    decode_with_kernels()
+
+    class OnDevice(DeltaWriter):
+        def begin(self):
+            super().begin()
+            self._on_device = DeviceWriter(CPU, self._live, self._new, self._places)
+
+    loader.DeltaWriter = OnDevice
+    with Arena.open(CPU, 1 << 26) as arena:
+        sets, old = started(arena), version(1)
+        for seed in range(3):
+            # A third of the norm's 16 elements is a bitmap, a single one is whole.
+            new = stepped(old, seed, share=0.3 if seed else 0.05)
+            manifest, parts = delta(old, new, sets.stager.served.digest())
+            broken = {name: part.clone() for name, part in parts.items()}
+            broken["delta.0.data"][:12] = 255  # chunks, or places
+            with pytest.raises(Malformed, match="malformed: row "):
+                sets.stage(broken.items(), manifest=manifest)
+            assert shows(sets.live, old)
+            sets.stage(parts.items(), manifest=manifest)
+            assert shows(sets.second, new)
+            sets.stager.flip()
+            assert shows(sets.live, new)
+            old = new
+
+
 def warmed() -> None:
     """Warming runs every kernel that a delta of these dtypes needs."""
-    from vllm.inflight.delta import device_decode
     from vllm.inflight.delta import triton_kernels as codec
     from vllm.inflight.worker.delta import triton_kernels as kernels
 
@@ -180,26 +227,22 @@ def warmed() -> None:
             return real(*args)
 
         setattr(module, name, run)
-    # The package has a function of the module's name.
-    decoding = sys.modules["vllm.inflight.delta.decode"]
-    decode_native = decoding._decode_native
-
-    def on_device(part, data, decoded, num_threads):
-        slots = decoded.slots, decoded.places, decoded.bits
-        decoded.fault = device_decode.decode_rows(part.rows, data, *slots)
-
-    decoding._decode_native = on_device
+    decode_with_kernels()
     warm(CPU, {torch.bfloat16, torch.float32, torch.float8_e4m3fn})
     assert sorted(ran) == sorted(names * 3)
     ran.clear()
     warm(CPU, {torch.bfloat16}, is_logged=True)
     assert sorted(ran) == sorted(name for name in names if name != "copy")
-    decoding._decode_native = decode_native
 
 
 @pytest.mark.seconds
 def test_kernels_are_compiled_by_writing_a_delta():
     succeeds(f"{__name__}:warmed")
+
+
+@pytest.mark.seconds
+def test_kernels_stage_a_chain_of_deltas():
+    succeeds(f"{__name__}:staged")
 
 
 @pytest.mark.seconds

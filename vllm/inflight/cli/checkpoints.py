@@ -7,7 +7,7 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from vllm.inflight import ops
-from vllm.inflight.delta import Encoder, Part, apply, changed, decode, load, save
+from vllm.inflight.delta import Encoder, Part, apply, decode, load, save
 from vllm.inflight.errors import BaseMismatch, Malformed, WeightsMismatch
 from vllm.inflight.transport.files.allowed_paths import INDEX, shards
 from vllm.inflight.transport.files.safetensors_files import TensorFiles
@@ -145,14 +145,12 @@ def write_delta(
     base = before.digest(digests)
     encoder = Encoder(compress=compress, num_threads=THREADS)
     parts, specs = list[Part](), dict[str, TensorSpec]()
-    num_changed = 0
     for name, tensor in now.told("comparing", tell):
         parts += encoder.add(len(specs), before.tensors[name], tensor)
         if encoder.has_changed:
             (digests[name],) = ops.digest([tensor], num_threads=THREADS)
             specs[name] = _spec(now, name, digests[name])
-            num_changed += changed(before.tensors[name], tensor, num_threads=THREADS)
-    if not specs:  # a delta names a tensor at least
+    if not (has_changed := bool(specs)):  # a delta names a tensor at least
         filled = [name for name, tensor in now.tensors.items() if len(tensor)]
         if not filled:
             raise Malformed(
@@ -164,6 +162,11 @@ def write_delta(
         parts += encoder.add_places(0, place, first, first)
         specs[name] = _spec(now, name, digests[name])
     parts += encoder.finish()
+    sizes, widths = _sizes(now, specs)
+    num_changed = 0
+    for part in parts if has_changed else ():
+        part.check(sizes, widths)  # entries are exactly the changed elements
+        num_changed += int(part.rows["num_entries"].sum(dtype="int64"))
     target = now.digest(digests)
     manifest = Manifest(specs, base=base).to_dict()
     save(file, parts, {MANIFEST: json.dumps(manifest), TARGET: target})
@@ -173,7 +176,7 @@ def write_delta(
         "base": base,
         "digest": target,
         "tensors": len(now.tensors),
-        "changed_tensors": len(specs) if num_changed else 0,
+        "changed_tensors": len(specs) if has_changed else 0,
         "elements": sum(map(len, now.tensors.values())),
         "changed_elements": num_changed,
         "checkpoint_bytes": now.num_bytes,
@@ -217,8 +220,7 @@ def apply_delta(old: str, file: str, out: str, tell: Tell) -> dict[str, Any]:
                 remedy="Make the delta again.",
             )
     names = list(manifest.tensors)
-    sizes = [len(before.tensors[name]) for name in names]
-    widths = [before.tensors[name].element_size() for name in names]
+    sizes, widths = _sizes(before, names)
     with _beside(path) as partial:
         _copy(before, partial)
         after = Checkpoint(partial, is_writable=True)
@@ -270,6 +272,12 @@ def _announced(file: str, metadata: Mapping[str, str]) -> tuple[Manifest, str]:
             remedy="Make one with `vllm-inflight delta OLD NEW -o FILE`.",
         )
     return manifest, target
+
+
+def _sizes(checkpoint: Checkpoint, names: Iterable[str]) -> tuple[list[int], list[int]]:
+    """Elements of these tensors, and bytes of an element."""
+    tensors = [checkpoint.tensors[name] for name in names]
+    return [len(tensor) for tensor in tensors], [t.element_size() for t in tensors]
 
 
 def _spec(checkpoint: Checkpoint, name: str, digest: ops.Digest) -> TensorSpec:

@@ -144,15 +144,17 @@ class StagingWorker:
     @contextmanager
     def staging_stream(self) -> Iterator[None]:
         """The device and the stream of the staging thread."""
-        with torch.device(self.worker.device):
-            if self._stream is None:
-                yield
-            else:
-                with (
-                    torch.cuda.device(self.worker.device),
-                    torch.cuda.stream(self._stream),
-                ):
-                    yield
+        if self._stream is None:
+            # The CPU is a thread's default anyway. To say so would send every call of
+            # torch through Python; see throttle.py.
+            yield
+            return
+        with (
+            torch.device(self.worker.device),
+            torch.cuda.device(self.worker.device),
+            torch.cuda.stream(self._stream),
+        ):
+            yield
 
     def drain(self) -> None:
         """Return when all that the staging thread has enqueued is done."""
