@@ -68,6 +68,16 @@ class PrimeRLFiles:
     quantize_in_weight_transfer = False
 
 
+class PrimeRLOfEngine:
+    """prime-rl, each of whose engines has a folder of its own."""
+
+    def update_weights_from_path(self: Any, weight_dir: str) -> None:
+        index = self.vllm_config.parallel_config.data_parallel_index
+        PrimeRL.update_weights_from_path(self, weight_dir.replace("*", str(index)))
+
+    quantize_in_weight_transfer = False
+
+
 class SkyRL:
     """SkyRL: a begin, chunks, and an end."""
 

@@ -131,7 +131,8 @@ def _of_all_engines(original: Original) -> Any:
 
         if worker_calls.takes(self, method, args, kwargs):
             return await worker_calls.carry_out(self, method, args, kwargs)
-        return await original(self, method, timeout, args, kwargs)
+        call = original(self, method, timeout, args, kwargs)
+        return await worker_calls.compared(self, method, call)
 
     return collective_rpc
 

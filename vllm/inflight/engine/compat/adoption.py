@@ -265,12 +265,6 @@ class Adoption:
 
         """
         ranks, sleep = self._controller.ranks, self._controller.sleep
-        if sleep.weights == "asleep":
-            raise EngineAsleep(
-                f"{row.method} of {row.framework} writes weights, and {sleep.detail}"
-            )
-        if sleep.weights != "live":
-            return str(sleep.detail)
         if ranks.reason is not None:
             return f"weights of this engine cannot be updated in flight: {ranks.reason}"
         if ranks.has_drafter or ranks.has_mtp:
@@ -279,7 +273,15 @@ class Adoption:
             return "the model is quantised, and the method prepares its layers itself"
         if row.is_alone and self._controller.num_ranks > 1:
             return "the method uses the groups of the ranks that decode"
-        return row.obstacle(arguments)
+        if (reason := row.obstacle(arguments)) is not None:
+            return reason
+        if sleep.weights == "asleep":
+            raise EngineAsleep(
+                f"{row.method} of {row.framework} writes weights, and {sleep.detail}"
+            )
+        if sleep.weights != "live":
+            return str(sleep.detail)
+        return None
 
     def _say_once(self, row: KnownCall, reason: str) -> None:
         if (row.framework, reason) in self._said:
