@@ -42,6 +42,7 @@ from vllm.inflight.errors import (
     EngineFault,
     InflightError,
     NothingToRollBack,
+    UpdateBusy,
     WeightsMismatch,
 )
 from vllm.inflight.trainer import Publisher
@@ -206,6 +207,28 @@ def settle() -> None:
     """Wait for what was written past everything that has an order of its own."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def test_a_parameter_that_others_wrote_beside_the_log_stops_the_commit(
+    on_old, weights, tmp_path
+):
+    """The swap would not touch it, and the version would have a false digest."""
+    new = dict(weights)
+    new["model.layers.0.mlp.down_proj.weight"] = weights[
+        "model.layers.0.mlp.down_proj.weight"
+    ].clone()
+    new["model.layers.0.mlp.down_proj.weight"].view(-1)[:5] += 1
+    save_file(new, tmp_path / "model.safetensors")
+    update_id = stage(on_old, tmp_path)
+    param = live_of(on_old)["model.norm.weight"]
+    before = param.data.clone()
+    param.data.mul_(-3)
+    settle()
+    with pytest.raises(UpdateBusy, match="has written into the live weights"):
+        on_old.finish_weight_update("new", update_id=update_id)
+    on_old.abort_weight_update(update_id=update_id)
+    param.data.copy_(before)
+    settle()
 
 
 def test_an_element_that_others_wrote_while_it_was_staged_stops_the_commit(

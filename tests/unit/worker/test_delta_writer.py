@@ -398,6 +398,14 @@ def test_the_shares_of_pipeline_stages_prove_the_tensors_of_each():
         assert isinstance(agree(changed), WeightsMismatch)
 
 
+def test_stages_that_hold_the_same_tensor_prove_it_each():
+    """As a tied embedding is on the first stage and on the last."""
+    first, second = statuses_of([Rank(0), Rank(1)], 2)
+    assert agree([first, second, first, second]) == "b"
+    wrong = wrong_in(second, 0)
+    assert isinstance(agree([first, second, first, wrong]), WeightsMismatch)
+
+
 def test_a_tensor_that_no_rank_serves_is_not_changed_by_a_delta():
     names = ("rows", "columns")
     error = agree(statuses_of([Rank(0, names), Rank(1, names)], 2))

@@ -119,6 +119,9 @@ class Controller(Attached):
         A call that needs weights is rejected while the weights are asleep.
         """
         writes = isinstance(call, calls.StartUpdate | calls.RollBack)
+        # A swap leaves most of the live weights as they are.
+        is_swap = isinstance(call, calls.CommitUpdate)
+        writes |= is_swap and self._config.staging == "delta"
         self.outside_writes.before_call(is_certain=writes)
         if isinstance(call, calls.StartUpdate):
             self.outside_writes.heal()

@@ -34,6 +34,7 @@ from vllm.inflight.engine.context import EngineContext
 from vllm.inflight.engine.envelopes import enveloped
 from vllm.inflight.engine.transaction import Update
 from vllm.inflight.errors import (
+    Cancelled,
     EngineAsleep,
     EngineFault,
     InflightError,
@@ -72,6 +73,13 @@ class OpenVersion:
     """Whether its first call may be in the middle of a version that has failed."""
     num_calls: int = 0
     """Calls that are under way."""
+    is_ending: bool = False
+    """Whether its end was marked, so that it is verified and committed now."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call of it is under way, or its end."""
+        return self.num_calls > 0 or self.is_ending
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,18 +140,20 @@ class Adoption:
         if not found:
             return None
         version = self._current()
-        framework = None if version is None else version.framework
-        # Two frameworks may have the same call, as one that ends a version.
-        call = next((c for c in found if c.row.framework == framework), found[0])
+        # Two frameworks may have the same call, as one that ends a version. It is of
+        # the framework whose version is open, or whose last version has failed.
+        order = ([] if version is None else [version.framework]) + [*self._failed]
+        of_order = (c for name in order for c in found if c.row.framework == name)
+        call = next(of_order, found[0])
         row = call.row
-        if (reason := self._obstacle(row, call.arguments)) is not None:
-            self._say_once(row, reason)
-            return None
         if self._belongs_to_nothing(row, version):
             failure = self._failed.get(row.framework)
             if failure is None:
                 return None
             raise failure.error
+        if (reason := self._obstacle(row, call.arguments)) is not None:
+            self._say_once(row, reason)
+            return None
         return call
 
     def execute(self, call: Recognised) -> Any:
@@ -162,21 +172,31 @@ class Adoption:
 
         def begin() -> Any:
             nonlocal version, number
-            version = self._begin(call)
-            version.num_calls += 1
-            number = version.update.num_chunks
+            begun = self._begin(call)
+            number = begun.update.num_chunks
             method = None if call.row is DIRECT else call.row.method
-            return self._controller.updates.call_extension(
-                version.update, method, call.args, call.kwargs
+            sent = self._controller.updates.call_extension(
+                begun.update, method, call.args, call.kwargs
             )
+            version = begun
+            version.num_calls += 1
+            return sent
 
         def received(told: dict[str, Any]) -> Answer:
             if version is None:
                 return told  # no version could be begun
             return self._received(call, version, number, told)
 
-        answer = after(self._controller, self._between(begin), received)
-        return delivered(self._controller, answer, list)
+        try:
+            answer = after(self._controller, self._between(begin), received)
+            return delivered(self._controller, answer, list)
+        except Exception:
+            raise
+        except BaseException:  # Ctrl-C: nobody waits for the rest of the version
+            if (broken := version) is not None and self._open is broken:
+                error = Cancelled(f"{call.row.method} was interrupted")
+                self._between(lambda: self._give_up(broken, error))
+            raise
 
     @contextmanager
     def in_worker_call(self) -> Iterator[None]:
@@ -244,7 +264,7 @@ class Adoption:
         elsewhere, see `end_direct_loads`.
         """
         version = self._current()
-        if version is None or version.num_calls:
+        if version is None or version.is_busy:
             return
         if version.framework == DIRECT.framework:
             return
@@ -324,9 +344,9 @@ class Adoption:
         row, version = call.row, self._current()
         if version is not None:
             is_same = version.framework == row.framework
-            if is_same and row.role not in BEGINNING:
+            if is_same and row.role not in BEGINNING and not version.is_ending:
                 return version
-            if version.num_calls:
+            if version.is_busy:
                 raise UpdateBusy(
                     f"a version of {version.framework} is being received; call "
                     f"{row.method} again after it"
@@ -404,6 +424,13 @@ class Adoption:
             error = InflightError.from_dict(told["error"])
             self._give_up(version, error)
             raise error
+        if len(results) != self._controller.num_ranks:
+            error = EngineFault(
+                f"{row.method} of {row.framework} was called on {len(results)} of "
+                f"{self._controller.num_ranks} ranks"
+            )
+            self._give_up(version, error)
+            raise error
         params = told["ok"]["parameters"]
         if not self._is_end(call, params):
             return results, False
@@ -414,6 +441,7 @@ class Adoption:
             return results, False
         if row.may_lack:
             update.may_lack, update.may_be_first = row.framework, not version.is_rest
+        version.is_ending = True
         return results, True
 
     def _is_end(self, call: Recognised, params: Mapping[str, int]) -> bool:

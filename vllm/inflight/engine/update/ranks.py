@@ -387,9 +387,9 @@ def refused(failed: list[Status], statuses: list[Status]) -> InflightError:
 
     """
     errors = [InflightError.from_dict(status.error or {}) for status in failed]
-    for error in errors:
-        if not isinstance(error, WeightsMismatch):
-            return error
+    others = [each for each in errors if not isinstance(each, WeightsMismatch)]
+    if others:  # the first, or the one that lacks most memory
+        return max(others, key=lambda error: getattr(error, "missing_bytes", 0) or 0)
     named: dict[str, dict[str, None]] = {}
     for status in failed:
         if not status.named:
@@ -458,13 +458,15 @@ def _unproved(statuses: list[Status]) -> InflightError | None:
         )
     for expected, shares in _by_stage(told).items():
         sums = tuple(sum(column) % 2**64 for column in zip(*shares, strict=True))
-        if sums[-1] != expected[-1]:
+        # Two stages that both have a tied embedding may expect the same.
+        copies, rest = divmod(sums[-1], expected[-1]) if expected[-1] else (1, 0)
+        if rest or not copies:
             return DeltaUnsupported(
                 f"the delta changes {expected[-1]} elements of tensors that are cut "
                 f"over the ranks, and the ranks serve {sums[-1]} of them: some are "
                 "served more often than others, or nowhere"
             )
-        if sums != expected:
+        if sums != tuple(copies * each % 2**64 for each in expected):
             return WeightsMismatch(
                 "with the changes of the delta, the digests of the tensors that are "
                 "cut over the ranks are not the announced ones: the changes were made "

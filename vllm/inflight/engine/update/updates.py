@@ -207,6 +207,8 @@ class Updates:
         `load_weights` of the model.
         """
         self.ledger.require(update.update_id, Phase.STAGING)
+        if update.is_preparing:
+            raise WrongPhase(f"update {update.update_id!r} is being finished")
         number = update.num_chunks
         command = messages.CallExtension(number, method, args, kwargs)
         self._send_chunk(update, command)

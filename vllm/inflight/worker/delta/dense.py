@@ -19,7 +19,8 @@ from vllm.inflight.worker.shadow.change_log import ChangeLog
 from vllm.inflight.worker.shadow.changed_elements import elements
 
 PIECE = 1 << 24
-"""Elements that are compared at once; each takes up to 9 bytes of scratch memory."""
+"""Elements that are compared at once; each that differs takes up to 40 bytes of scratch
+memory."""
 
 
 def log_differences(
@@ -71,6 +72,9 @@ def _compare(
     new = source.to(served.device, served.dtype).contiguous().view(integer)
     (places,) = (new != served.view(integer)).reshape(-1).nonzero(as_tuple=True)
     if not len(places):
+        return
+    if not log.has_room:  # the rest is counted all the same
+        log.reserve(param, len(places), held.element_size())
         return
     offsets = _offsets(places, view)
     log.add(param, offsets, elements(held, integer)[offsets], new.view(-1)[places])

@@ -80,9 +80,9 @@ class Swap:
     def _exchanged(self) -> Found:
         try:
             return self._swap()
-        except ValueError:  # of the check before the first element
-            raise
         except BaseException as error:  # Ctrl-C, too: what is exchanged is not known
+            if isinstance(error, ValueError) and isinstance(self._swap, _OnHost):
+                raise  # of the check before the first element
             raise ArenaTorn(f"a swap broke off: {error!r}") from error
 
 

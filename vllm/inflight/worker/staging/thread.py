@@ -313,6 +313,10 @@ class StagingThread(Background):
         intake.require_accepted()
         if not self._is_open:
             door.require_all_through(intake.coverage.begun)
+            # No tensor came. Writes to `param.data` are not seen, so nothing can be
+            # rolled back to from here on.
+            self._open()
+            self._shadow.stale.update(self._shadow.required)
         parameters = tally(intake.coverage.fills)
         self._status = replace(self._status, parameters=parameters)
 

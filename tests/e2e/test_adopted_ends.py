@@ -1,0 +1,161 @@
+"""What comes between the end mark of an adopted version and its commit, and after a
+version that has failed."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from vllm.v1.engine.core import EngineCore
+
+from tests.e2e.test_sleep import says
+from tests.support.engines.bare_core import call, publish
+from tests.support.frameworks.core import extended_core
+from tests.support.frameworks.ends import CALLED, FAULTS, SOURCE
+from vllm.inflight.errors import (
+    InflightError,
+    UpdateBusy,
+    WrongPhase,
+)
+from vllm.inflight.worker.staging.thread import StagingThread
+
+pytestmark = pytest.mark.engine
+
+WHOLE, PART, END = (
+    "update_weights_from_collective",
+    "broadcast_parameter",
+    "process_weights_after_loading",
+)
+
+
+@pytest.fixture(scope="module")
+def booted(folders: dict[str, Path]) -> Iterator[EngineCore]:
+    with extended_core(folders["old"], "tests.support.frameworks.ends.Ends") as core:
+        yield core
+
+
+@pytest.fixture(autouse=True)
+def begun(core: EngineCore, folders: dict[str, Path]) -> None:
+    CALLED.clear()
+    FAULTS.clear()
+    SOURCE["file"] = folders["new"] / "model.safetensors"
+    core.vllm_inflight.adoption._failed.clear()
+
+
+@pytest.fixture
+def verifying(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set once a version is verified, which takes a while."""
+    event, prepare = threading.Event(), StagingThread._prepare
+
+    def slow(self: StagingThread, command: Any) -> None:
+        event.set()
+        time.sleep(1)
+        prepare(self, command)
+
+    monkeypatch.setattr(StagingThread, "_prepare", slow)
+    return event
+
+
+def in_thread(act: Callable[[], Any]) -> Callable[[], Any]:
+    """Begin `act` in a thread; call the result for what it returned or raised."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append(act())
+        except InflightError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+
+    def joined() -> Any:
+        thread.join(30)
+        return found[0]
+
+    return joined
+
+
+def digest(core: EngineCore) -> Any:
+    return call(core, "info")["digest"]
+
+
+def send_parts(core: EngineCore, names: list[str]) -> Any:
+    return core.collective_rpc(PART, args=(names, [], [], "g", False))
+
+
+def test_a_cache_reset_while_a_marked_version_is_verified_does_not_end_it(
+    core, verifying
+):
+    result = in_thread(lambda: core.collective_rpc(WHOLE))
+    assert verifying.wait(30)
+    core.reset_prefix_cache()
+    assert result() == [True]
+    assert digest(core) is not None
+
+
+def test_another_version_while_one_is_committed_is_rejected_as_busy(core, verifying):
+    result = in_thread(lambda: core.collective_rpc(WHOLE))
+    assert verifying.wait(30)
+    with pytest.raises(UpdateBusy, match="again after it"):
+        core.collective_rpc(WHOLE)
+    assert result() == [True]
+    assert core.collective_rpc(WHOLE) == [True]
+
+
+def test_a_part_after_the_end_mark_is_rejected_and_changes_nothing(core, verifying):
+    names = list(load_file(SOURCE["file"]))
+    assert send_parts(core, names) == [names]
+    result = in_thread(lambda: core.collective_rpc(END))
+    assert verifying.wait(30)
+    with pytest.raises(UpdateBusy, match="again after it"):
+        send_parts(core, names[:1])
+    assert result() == ["done"]
+    assert CALLED == [("part", True), ("end", True)]
+
+
+def test_the_end_of_a_version_that_has_failed_is_rejected(core):
+    names = list(load_file(SOURCE["file"]))
+    send_parts(core, names[:3])
+    core.reset_prefix_cache()
+    with pytest.raises(WrongPhase, match="before ROLL had marked the end"):
+        core.collective_rpc(END)
+    assert ("end", False) not in CALLED
+    assert send_parts(core, names) == [names]
+    assert core.collective_rpc(END) == ["done"]
+
+
+def test_after_a_call_without_tensors_nothing_is_rolled_back_to(core, folders):
+    publish(core, folders["new"], "new")
+    publish(core, folders["old"], "old")
+    before = says(core, "before")
+    FAULTS["writes"] = "model.norm.weight"
+    assert core.collective_rpc(WHOLE) == [True]
+    assert says(core, "after") == before
+    assert call(core, "info")["previous"] is None
+    publish(core, folders["new"], "new")
+    call(core, "rollback")
+    assert says(core, "rolled back") == before
+
+
+def test_after_ctrl_c_the_next_version_is_taken(core):
+    FAULTS["sleep_s"] = 2.0
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(0.7, signal.raise_signal, [signal.SIGINT])
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            timer.start()
+            core.collective_rpc(WHOLE)
+    finally:
+        timer.cancel()
+        signal.signal(signal.SIGINT, handler)
+    FAULTS.clear()
+    deadline = time.monotonic() + 30
+    while core.vllm_inflight.updates.ledger.active is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert core.collective_rpc(WHOLE) == [True]
