@@ -26,10 +26,10 @@ from benchmarks.shapes import num_ranks
 from vllm.inflight import ops
 from vllm.inflight.delta import Encoder, Part
 from vllm.inflight.delta.parts import named
+from vllm.inflight.ops.gpu_digest import GpuDigest, Tables
 from vllm.inflight.releases.table import adapter
 from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.update import Manifest, TensorSpec
-from vllm.inflight.worker.verify.gpu_digest import GpuDigest, Tables
 
 SPREAD = 0.02
 GPU = "BENCH_TRAINER_GPU"
@@ -215,7 +215,8 @@ class Client:
     def _call(self, method: str, payload: Any) -> None:
         with self._lock:
             self._pipe.send((method, payload))
-            self._pipe.recv()
+            if (error := self._pipe.recv()) is not None:
+                raise error
 
 
 def init_info(backend: str, port: int, num_workers: int) -> Any:
