@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,11 @@ def half(pairs: list[Pair], silent: Any) -> Iterator[Pair]:
     time.sleep(1000)
 
 
+def send_half(send: Any, silent: Any, tensor_list: Any, pairs: list[Pair]) -> None:
+    """In the place of a trainer engine's `_send`."""
+    send(tensor_list, half(pairs, silent))
+
+
 def run(
     pipe: Any,
     silent: Any,
@@ -116,8 +122,7 @@ def run(
             searches = common.get("delta", "off") != "off"
             source.is_to_fall_silent = is_to_fall_silent and not searches
             if is_to_fall_silent and searches:
-                send = engine._send
-                engine._send = lambda listed, pairs: send(listed, half(pairs, silent))
+                engine._send = partial(send_half, engine._send, silent)
             source.load(folder)
             try:
                 engine.send_weights()
