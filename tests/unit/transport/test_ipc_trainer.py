@@ -232,8 +232,8 @@ class WithManifest(Five):
 
     def start_weight_update(self, manifest: Any = None) -> None:
         super().start_weight_update()
-        self.manifest = manifest
-        if "base" in manifest and self.rejects is not None:
+        self.manifest = manifest or {}
+        if "base" in self.manifest and self.rejects is not None:
             raise self.rejects
         self.engine.model.loaded = {}
 
