@@ -20,6 +20,7 @@ from typing import Any
 from benchmarks.arm import Arm, serve
 from benchmarks.record import OURS
 from benchmarks.shapes import num_ranks
+from vllm.inflight.errors import BaseMismatch
 
 ENGINE = {"max_model_len": 8192, "gpu_memory_utilization": 0.85}
 
@@ -85,6 +86,7 @@ class Trainer:
             if method == "done":
                 self.facts = self.facts | (payload or {})
                 return
+            error: BaseMismatch | None = None
             if method == "init_weight_transfer_engine":
                 await engine.init_weight_transfer_engine(
                     WeightTransferInitRequest(payload)
@@ -92,12 +94,15 @@ class Trainer:
             elif method == "update_weights":
                 await engine.update_weights(WeightTransferUpdateRequest(payload))
             elif payload is not None:
-                await engine.start_weight_update(manifest=payload)
+                try:
+                    await engine.start_weight_update(manifest=payload)
+                except BaseMismatch as mismatch:
+                    error = mismatch  # the trainer then sends the whole version
             else:
                 reply = await getattr(engine, method)()
                 if isinstance(reply, dict) and "gap_ms" in reply:
                     self.facts = {"commit_ms": reply["gap_ms"], **reply["seconds"]}
-            self._pipe.send(None)
+            self._pipe.send(error)
 
     async def _next(self) -> Any:
         loop = asyncio.get_running_loop()

@@ -71,8 +71,10 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
             await arm.carry_out(Plan(options.streams, 64, 0.5, [whole] * 2))
             rounds = [whole, *options.shares, whole]
             for number, share in enumerate(rounds):
-                if share != whole:  # at the first delta all parameters are brought up
-                    await arm.carry_out(Plan(options.streams, 64, 0.5, [share]))
+                if share != whole:
+                    # After whole versions the trainer keeps none, so the first update
+                    # is whole. At the first delta all parameters are brought up.
+                    await arm.carry_out(Plan(options.streams, 64, 0.5, [share] * 2))
                 plan = Plan(options.streams, 64, 0.5, [share] * options.updates)
                 found = figures(await arm.carry_out(plan))
                 name = share if share != whole else "whole" + " again" * bool(number)

@@ -50,9 +50,10 @@ KV_BYTES = 40 << 30
 def leave_out(worker: Any, name: str) -> None:
     """Runs in the engine's process: switch one part of staging off."""
     del worker
+    from vllm.inflight.ops import gpu_digest
     from vllm.inflight.transport.cuda_ipc.driver import CudaMemory
     from vllm.inflight.worker.staging import throttle
-    from vllm.inflight.worker.verify import drift, gpu_digest
+    from vllm.inflight.worker.verify import drift
 
     # Kept where the next round finds it, which comes with a function of its own.
     kept = vars(gpu_digest).setdefault(

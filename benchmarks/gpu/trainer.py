@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
@@ -23,13 +22,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from vllm.plugins import load_general_plugins
 
 from benchmarks.shapes import num_ranks
-from vllm.inflight import ops
-from vllm.inflight.delta import Encoder, Part
-from vllm.inflight.delta.parts import named
 from vllm.inflight.releases.table import adapter
-from vllm.inflight.transport.buckets.tensor_list import TensorList
-from vllm.inflight.update import Manifest, TensorSpec
-from vllm.inflight.worker.verify.gpu_digest import GpuDigest, Tables
 
 SPREAD = 0.02
 GPU = "BENCH_TRAINER_GPU"
@@ -103,92 +96,6 @@ def saved(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-class DeltaSender:
-    """Sends what a step has changed, over the group of a trainer engine.
-
-    Args:
-        engine: of `inflight_nccl`.
-        weights: that the engine sends whole.
-        device: the trainer's GPU.
-
-    """
-
-    def __init__(self, engine: Any, weights: Weights, device: torch.device) -> None:
-        self._engine, self._weights, self._device = engine, weights, device
-        self._old: dict[str, torch.Tensor] = {}
-        self._digests: dict[str, ops.Digest] = {}
-        self._tables: Tables = {}
-
-    def forget(self) -> None:
-        """The whole version was sent; the next delta starts from it."""
-        self._old.clear()
-
-    def send(self, share: float) -> dict[str, float]:
-        """Change this share of all elements by one unit in the last place, and send it.
-
-        Returns:
-            `find_s`, the seconds of the search, its digests and the coding, and `bytes`
-            of the parts.
-
-        """
-        if not self._old:
-            self._remember()
-        base = self._digest()
-        self._weights.step(share)
-        torch.cuda.synchronize(self._device)
-        began = time.perf_counter()
-        parts, specs = self._find()
-        torch.cuda.synchronize(self._device)
-        find_s = time.perf_counter() - began
-        pairs = [(n, t.to(self._device)) for n, t in named(parts)]
-        tensor_list = TensorList(
-            tuple(name for name, _ in pairs),
-            tuple(tensor.dtype for _, tensor in pairs),
-            tuple(tuple(tensor.shape) for _, tensor in pairs),
-        )
-        client = self._engine.client
-        client.start_weight_update(Manifest(specs, base=base).to_dict())
-        self._engine._send(tensor_list, iter(pairs))
-        client.finish_weight_update()
-        for name in specs:
-            self._old[name].copy_(self._weights[name])
-        return {"find_s": find_s, "bytes": float(sum(t.nbytes for _, t in pairs))}
-
-    def _find(self) -> tuple[list[Part], dict[str, TensorSpec]]:
-        encoder, parts = Encoder(), list[Part]()
-        tensors = dict(self._weights.read_tensors())
-        pairs = [(self._old[name], tensor) for name, tensor in tensors.items()]
-        parts += encoder.add_all(0, pairs)
-        parts += encoder.finish()
-        names = [n for n, has in zip(tensors, encoder.have_changed, strict=True) if has]
-        # Of the tensors themselves: an error of the code above is seen by the engine.
-        digest = GpuDigest(self._device, self._tables)
-        digest.add([(name, tensors[name]) for name in names])
-        self._digests |= {name: found for name, found, _ in digest.results()}
-        specs = {
-            name: TensorSpec(
-                name,
-                tuple(self._old[name].shape),
-                "bfloat16",
-                self._digests[name].hex(),
-            )
-            for name in names
-        }
-        return parts, specs
-
-    def _remember(self) -> None:
-        self._old = {n: t.clone() for n, t in self._weights.read_tensors()}
-        digest = GpuDigest(self._device, {})
-        digest.add(list(self._old.items()))
-        self._digests = {name: found for name, found, _ in digest.results()}
-
-    def _digest(self) -> str:
-        return ops.manifest_digest(
-            (name, "bfloat16", tuple(tensor.shape), self._digests[name])
-            for name, tensor in self._old.items()
-        )
-
-
 class Client:
     """The inference side, reached through the arm: one call at a time."""
 
@@ -215,7 +122,8 @@ class Client:
     def _call(self, method: str, payload: Any) -> None:
         with self._lock:
             self._pipe.send((method, payload))
-            self._pipe.recv()
+            if (error := self._pipe.recv()) is not None:
+                raise error
 
 
 def init_info(backend: str, port: int, num_workers: int) -> Any:
@@ -258,17 +166,25 @@ def main(backend: str, folder: str, handle: str) -> None:
         # Upstream's communicator then sends nothing and says nothing.
         raise RuntimeError("upstream's NCCL communicator is disabled: NCCL >= 2.29.7?")
     pipe.send(("done", None))
-    deltas = DeltaSender(engine, weights, device)
     while (command := pipe.recv()) is not None:
         kind, _, share = command.rpartition(" ")
-        if kind == "whole" or command == "send":
-            weights.step(float(share)) if kind else weights.change()
-            torch.cuda.synchronize(device)
-            engine.send_weights()
-            deltas.forget()
-            pipe.send(("done", None))
+        is_whole = kind == "whole" or command == "send"
+        if share == "send":
+            weights.change()
         else:
-            pipe.send(("done", deltas.send(float(command))))
+            weights.step(float(share))
+        torch.cuda.synchronize(device)
+        deltas = getattr(engine, "deltas", None)
+        if deltas is not None:
+            # A whole version is sent from the weights themselves.
+            deltas.policy = "off" if is_whole else "always"
+        engine.send_weights()
+        facts = None
+        if deltas is not None and not is_whole:
+            sent = deltas.last
+            facts = {"find_s": sent.search_s, "bytes": float(sent.num_bytes)}
+            facts["is_delta"] = float(sent.is_delta)
+        pipe.send(("done", facts))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,15 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from tests.support.models.checkpoint_source import CheckpointSource
 from tests.support.serving import Server
 from tests.support.transports.peers import HOST
-from vllm.inflight.errors import Forbidden, Unauthorized, WeightsMismatch, WrongPhase
+from vllm.inflight import ops
+from vllm.inflight.errors import (
+    ConfigError,
+    Forbidden,
+    Unauthorized,
+    VersionConflict,
+    WeightsMismatch,
+    WrongPhase,
+)
 from vllm.inflight.trainer import ServerClient
 from vllm.inflight.transport.collective.trainer_engine import GlooTrainerInitInfo
 
@@ -35,7 +43,7 @@ def client(server: Server) -> Iterator[ServerClient]:
         yield client
 
 
-def joined(client: Any, source: CheckpointSource) -> Any:
+def joined(client: Any, source: CheckpointSource, **options: Any) -> Any:
     """Upstream's trainer, in a group with the server's workers."""
     info = GlooTrainerInitInfo(
         rank=0,
@@ -44,6 +52,7 @@ def joined(client: Any, source: CheckpointSource) -> Any:
         world_size=2,
         bucket_bytes=1 << 16,
         timeout_s=30.0,
+        **options,
     )
     return WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
 
@@ -172,3 +181,109 @@ def test_a_trainer_that_is_started_again_ends_what_was_left(
     with ServerClient(server.url, api_key=KEY) as next_one:
         next_one.abort_weight_update()
     assert server.client.get("/weight_update").json()["active"] is None
+
+
+@pytest.fixture(params=["device", "host"])
+def delta_trainer(
+    client: ServerClient, source: CheckpointSource, request: pytest.FixtureRequest
+) -> Iterator[Any]:
+    trainer = joined(client, source, delta="auto", delta_memory=request.param)
+    yield trainer
+    trainer.shutdown()
+    client.shutdown_weight_transfer_engine()
+
+
+def test_a_trainer_sends_deltas_to_a_server(
+    client: ServerClient,
+    delta_trainer: Any,
+    source: CheckpointSource,
+    info: Callable[[], Any],
+) -> None:
+    source.tensors = {n: t.clone() for n, t in source.tensors.items()}
+
+    def sent(version: str, **facts: Any) -> bool:
+        client.announce(version, **facts)
+        delta_trainer.send_weights()
+        assert info()["weight_version"] == version
+        assert client.committed is not None
+        digests = ops.digest(list(source.tensors.values()))
+        facts_of = zip(source.tensors.items(), digests, strict=True)
+        assert info()["digest"] == ops.manifest_digest(
+            (name, str(t.dtype).removeprefix("torch."), tuple(t.shape), digest)
+            for (name, t), digest in facts_of
+        )
+        return delta_trainer.deltas.last.is_delta
+
+    def step() -> None:
+        source.tensors[NORM].view(torch.int16)[:3] += 1
+
+    assert not sent("whole")
+    step()
+    assert sent("changed", step=12)
+    assert info()["step"] == 12
+    assert sent("the same")
+
+    # What the server rejects, and what the trainer gives up, leaves the base as it was.
+    step()
+    client.announce("rejected", base_version="another")
+    with pytest.raises(VersionConflict):
+        delta_trainer.send_weights()
+    with pytest.MonkeyPatch.context() as patch:
+
+        def stops(*_: Any) -> None:
+            raise RuntimeError("the trainer stops")
+
+        patch.setattr(delta_trainer, "_send", stops)
+        client.announce("given up")
+        with pytest.raises(RuntimeError, match="the trainer stops"):
+            delta_trainer.send_weights()
+    assert info()["weight_version"] == "the same"
+    step()
+    assert sent("after that")
+
+    # Most of a tensor list is another one, so a delta would not be less to send.
+    for tensor in source.tensors.values():
+        tensor.view(torch.int16).bitwise_xor_(0x55)
+    assert not sent("another")
+    client.announce("subset", subset=[NORM])
+    whole = source.tensors
+    source.tensors = {NORM: whole[NORM]}
+    delta_trainer.send_weights()
+    source.tensors = whole
+    assert not sent("after a subset")
+    step()
+    assert sent("a delta again")
+
+
+def test_a_client_that_takes_no_manifest_gets_whole_versions(
+    client: ServerClient,
+    source: CheckpointSource,
+    info: Callable[[], Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Four:
+        """Upstream's calls alone."""
+
+        def init_weight_transfer_engine(self, init_info: Any) -> None:
+            client.init_weight_transfer_engine(init_info)
+
+        def start_weight_update(self) -> None:
+            client.start_weight_update()
+
+        def update_weights(self, update_info: Any) -> None:
+            client.update_weights(update_info)
+
+        def finish_weight_update(self) -> None:
+            client.finish_weight_update()
+
+    with pytest.raises(ConfigError, match="manifest"):
+        joined(Four(), source, delta="always")
+    trainer = joined(Four(), source, delta="auto")
+    assert "whole versions are sent" in caplog.text
+    for _ in range(2):
+        before = info()["epoch"]
+        trainer.send_weights()
+        assert info()["epoch"] == before + 1
+    assert trainer.deltas.last is None
+    trainer.shutdown()
+    client.shutdown_weight_transfer_engine()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vllm.inflight import ops
-from vllm.inflight.worker.verify.gpu_digest import GpuDigest
+from vllm.inflight.ops.gpu_digest import GpuDigest
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,11 @@ from tests.support.models.sliced_source import Entry, SlicedSource
 from tests.support.ports import free_port
 from tests.support.preloaded_process import nursery
 from tests.support.transports.peers import HOST
+from vllm.inflight.errors import InflightError
 from vllm.inflight.releases.table import adapter
+from vllm.inflight.transport.buckets.tensor_list import Pair
 from vllm.inflight.transport.collective.trainer_engine import ShardMeta
+from vllm.inflight.transport.delta_updates import Sent
 from vllm.inflight.transport.waiting import in_background
 
 _Source: Any = adapter("weight source")
@@ -60,13 +64,22 @@ class Weights(_Source):
         ]
 
     def read_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for index, (name, tensor, _) in enumerate(self._entries):
-            if self.is_to_fall_silent and index == len(self._entries) // 2:
-                if self._device.type == "cuda":
-                    torch.cuda.synchronize()
-                self._silent.set()
-                time.sleep(1000)
-            yield name, tensor
+        pairs = [(name, tensor) for name, tensor, _ in self._entries]
+        return half(pairs, self._silent) if self.is_to_fall_silent else iter(pairs)
+
+
+def half(pairs: list[Pair], silent: Any) -> Iterator[Pair]:
+    """The first half of some tensors; then it falls silent."""
+    yield from pairs[: len(pairs) // 2]
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    silent.set()
+    time.sleep(1000)
+
+
+def send_half(send: Any, silent: Any, tensor_list: Any, pairs: list[Pair]) -> None:
+    """In the place of a trainer engine's `_send`."""
+    send(tensor_list, half(pairs, silent))
 
 
 def run(
@@ -104,10 +117,20 @@ def run(
             common["master_port"] = order
             engine = joined()
         else:
-            folder, source.is_to_fall_silent = order
+            folder, is_to_fall_silent = order
+            # What changed is searched before it is sent.
+            searches = common.get("delta", "off") != "off"
+            source.is_to_fall_silent = is_to_fall_silent and not searches
+            if is_to_fall_silent and searches:
+                engine._send = partial(send_half, engine._send, silent)
             source.load(folder)
-            engine.send_weights()
-        pipe.send(("done", None))
+            try:
+                engine.send_weights()
+            except InflightError as error:
+                pipe.send(("failed", error))
+                continue
+        last = getattr(getattr(engine, "deltas", None), "last", None)
+        pipe.send(("done", last))
 
 
 def _init_info(backend: str, common: dict[str, Any]) -> Any:
@@ -183,10 +206,13 @@ class FarTrainer:
     def __exit__(self, *_: Any) -> None:
         self.kill()
 
-    def send(self, folder: Path) -> None:
-        """One update, served when this returns; raises what the engine refused."""
+    def send(self, folder: Path) -> Sent | None:
+        """One update, served when this returns; raises what the engine refused.
+
+        Returns what was sent, from a trainer that sends deltas.
+        """
         self._pipe.send((str(folder), False))
-        self._attend()
+        return self._attend()
 
     def join_again(self) -> None:
         """Leave the group, and open another one."""
@@ -206,19 +232,32 @@ class FarTrainer:
         self._process.kill()
         self._process.join()
 
-    def _attend(self) -> None:
+    def _attend(self) -> Sent | None:
         """Do for the trainer what it asks, until it is done."""
         while True:
             method, payload = self._pipe.recv()
             if method == "done":
-                return
-            if method == "init_weight_transfer_engine":
-                self._llm.init_weight_transfer_engine({"init_info": payload})
-            elif method == "update_weights":
-                self._llm.update_weights({"update_info": payload})
+                return payload
+            if method == "failed":
+                raise payload
+            try:
+                self._call(method, payload)
+            except InflightError as error:
+                if self.silent.is_set():
+                    raise  # the trainer waits for nothing
+                self._pipe.send(error)
             else:
-                getattr(self._llm, method)()
-            self._pipe.send(None)
+                self._pipe.send(None)
+
+    def _call(self, method: str, payload: Any) -> None:
+        if method == "init_weight_transfer_engine":
+            self._llm.init_weight_transfer_engine({"init_info": payload})
+        elif method == "update_weights":
+            self._llm.update_weights({"update_info": payload})
+        elif payload is not None:
+            self._llm.start_weight_update(manifest=payload)
+        else:
+            getattr(self._llm, method)()
 
 
 def sends_and_rollbacks(

@@ -30,7 +30,7 @@ def weights(seed: int = 0) -> Weights:
 
 def published(tensors: Weights) -> PublishedVersion:
     snapshot = Snapshot.pack(tensors.items())
-    base = PublishedVersion(snapshot, snapshot.manifest())
+    base = PublishedVersion.of_file(snapshot, snapshot.manifest())
     snapshot.remove()  # the memory stays
     return base
 
@@ -87,7 +87,7 @@ def test_a_search_that_gives_up_has_all_tensors_as_they_are_now():
 
 
 def published_of(snapshot: Snapshot) -> PublishedVersion:
-    return PublishedVersion(snapshot, snapshot.manifest())
+    return PublishedVersion.of_file(snapshot, snapshot.manifest())
 
 
 @pytest.mark.parametrize("change", ["a tensor more", "a tensor less", "another shape"])

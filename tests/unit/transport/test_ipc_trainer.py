@@ -12,8 +12,17 @@ from vllm.distributed.weight_transfer.base import ParamMeta
 from tests.support.transports.host_memory import HostMemory
 from tests.support.transports.peers import digests, tensors
 from tests.unit.transport.test_ipc import receive, worker
-from vllm.inflight.errors import WrongPhase
+from vllm.inflight import ops
+from vllm.inflight.delta.decode import apply, decode
+from vllm.inflight.delta.parts import ArrivingParts
+from vllm.inflight.errors import (
+    BaseMismatch,
+    DeltaUnsupported,
+    InflightError,
+    WrongPhase,
+)
 from vllm.inflight.releases.table import adapter
+from vllm.inflight.trainer.delta import MOST_UNSUPPORTED
 from vllm.inflight.transport.cuda_ipc.receiver_engine import IpcEngine
 from vllm.inflight.transport.cuda_ipc.trainer_engine import (
     IpcTrainer,
@@ -214,3 +223,97 @@ def test_other_ranks_of_a_trainer_gather_and_lend_nothing(
 def test_a_trainer_without_a_source_is_rejected(memory: HostMemory) -> None:
     with pytest.raises(ValueError, match="inflight_ipc needs a WeightSource"):
         IpcTrainer.trainer_init(IpcTrainerInitInfo(rank=0), client=Five(worker(memory)))
+
+
+class WithManifest(Five):
+    """A client that takes a manifest, and may reject deltas."""
+
+    rejects: InflightError | None = None
+
+    def start_weight_update(self, manifest: Any = None) -> None:
+        super().start_weight_update()
+        self.manifest = manifest or {}
+        if "base" in self.manifest and self.rejects is not None:
+            raise self.rejects
+        self.engine.model.loaded = {}
+
+
+class Lender(IpcTrainer):
+    """A trainer whose host memory is known as soon as it is lent."""
+
+    def _lendable(self, chunk: Any) -> Any:
+        assert isinstance(self._memory, HostMemory)
+        self._memory.show(dict(chunk))
+        return super()._lendable(chunk)
+
+
+def delta_lender(source: Source, client: Four, memory: HostMemory) -> Lender:
+    info = IpcTrainerInitInfo(rank=0, delta="always", chunk_bytes=1000)
+    return Lender(info, client=client, source=source, memory=memory)
+
+
+def specs_of(named: Tensors) -> dict[str, str]:
+    found = zip(named, ops.digest(list(named.values())), strict=True)
+    return {name: digest.hex() for name, digest in found}
+
+
+def announced(client: WithManifest) -> dict[str, str]:
+    return {spec["name"]: spec["digest"] for spec in client.manifest["tensors"]}
+
+
+def test_a_delta_is_lent_and_has_only_what_changed(
+    memory: HostMemory, named: Tensors
+) -> None:
+    client = WithManifest(worker(memory))
+    before = {name: tensor.clone() for name, tensor in named.items()}
+    lender = delta_lender(Source(named), client, memory)
+    lender.send_weights()
+    loaded = client.engine.model.loaded
+    assert digests(loaded.items()) == digests(named.items())
+    assert announced(client) == specs_of(named)
+
+    name = max(named, key=lambda one: named[one].nbytes)
+    named[name].view(-1).view(torch.uint8)[:2] ^= 1
+    lender.send_weights()
+    arriving = ArrivingParts()
+    arrived = client.engine.model.loaded.items()
+    parts = [part for pair in arrived for part in arriving.add(*pair)]
+    arriving.require_all()
+    for part in parts:
+        part.check([named[name].numel()], [named[name].element_size()])
+    changes = [change for part in parts for change in decode(part)]
+    for change in changes:
+        apply(change, before[name].view(-1))
+    assert {change.number for change in changes} == {0}
+    assert announced(client) == {name: specs_of(named)[name]}
+    assert digests(before.items()) == digests(named.items())
+    assert lender.deltas is not None and lender.deltas.last is not None
+    assert lender.deltas.last.is_delta
+
+
+@pytest.mark.parametrize("kind", [BaseMismatch, DeltaUnsupported])
+def test_a_rejected_delta_is_followed_by_the_whole_version(
+    memory: HostMemory, named: Tensors, kind: type[InflightError]
+) -> None:
+    client = WithManifest(worker(memory))
+    source = Source(named)
+    lender = delta_lender(source, client, memory)
+    lender.send_weights()
+    for number in range(1, 5):
+        client.rejects = kind("no delta")
+        next(iter(named.values())).view(-1).view(torch.uint8)[0] += 1
+        client.calls.clear()
+        source.num_gathered = 0
+        lender.send_weights()
+        # The source was read once, and what was sent is what it had.
+        assert source.num_gathered == len(named)
+        loaded = client.engine.model.loaded
+        assert digests(loaded.items()) == digests(named.items())
+        is_tried = kind is BaseMismatch or number <= MOST_UNSUPPORTED
+        assert client.calls.count("start") == 1 + is_tried
+        if not is_tried:
+            return
+        client.rejects = None
+    assert kind is BaseMismatch
+    lender.send_weights()
+    assert "base" in client.manifest

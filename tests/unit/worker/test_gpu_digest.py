@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from vllm.inflight import ops
-from vllm.inflight.worker.verify import gpu_digest as audit_module
-from vllm.inflight.worker.verify.gpu_digest import ROWS, GpuDigest, nonfinite_width
+from vllm.inflight.ops import gpu_digest as audit_module
+from vllm.inflight.ops.gpu_digest import ROWS, GpuDigest, nonfinite_width
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

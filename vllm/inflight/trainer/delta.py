@@ -14,12 +14,15 @@ from vllm.inflight import ops
 from vllm.inflight.delta.decode import Changes, apply, decode
 from vllm.inflight.delta.encode import Encoder
 from vllm.inflight.delta.part import Part
-from vllm.inflight.trainer.published import PublishedVersion
-from vllm.inflight.trainer.snapshot import (
-    NUM_DIGEST_THREADS,
-    Snapshot,
-    check_tensor,
+from vllm.inflight.errors import (
+    BaseMismatch,
+    DeltaUnsupported,
+    EngineFault,
+    Malformed,
+    WeightsMismatch,
 )
+from vllm.inflight.trainer.published import PublishedVersion, digests_of
+from vllm.inflight.trainer.snapshot import Snapshot, check_tensor
 from vllm.inflight.trainer.sources.stream import Pair
 from vllm.inflight.update import Manifest, TensorSpec
 
@@ -30,6 +33,22 @@ WHOLE_FROM = 0.25
 
 LOOKED_AT_BYTES = 16 << 20
 """Bytes that are compared before that share is believed."""
+
+BATCH_BYTES = 1 << 30
+"""Bytes of tensors that a GPU compares at once. They are copied, as a source may reuse
+the memory of a tensor for the next one."""
+
+OF_A_DELTA = (
+    BaseMismatch,
+    DeltaUnsupported,
+    EngineFault,
+    Malformed,
+    WeightsMismatch,
+)
+"""Errors after which the whole version is sent in place of a delta."""
+
+MOST_UNSUPPORTED = 3
+"""After so many deltas that an engine could not apply, none is tried any more."""
 
 logger = logging.getLogger(__name__)
 
@@ -116,41 +135,74 @@ class DeltaSearch:
             OSError: there is no room for a snapshot.
 
         """
-        taken: dict[str, None] = {}
+        found = self.find(pairs)
+        return found if isinstance(found, Delta) else Snapshot.pack(found, directory)
+
+    def find(self, pairs: Iterable[Pair]) -> Delta | Iterator[Pair]:
+        """The delta, or all tensors of the version where no delta is to be sent.
+
+        Args:
+            pairs: as in `run`. Those that are not read yet are read by the iterator
+                that is returned.
+
+        Raises:
+            Malformed: two tensors have one name.
+
+        """
+        seen: dict[str, None] = {}
+        compared: list[str] = []
+        batch: list[Pair] = []
+        num_bytes = 0
         incoming = iter(pairs)
         for name, tensor in incoming:
-            check_tensor(name, tensor, taken)
-            if not self._add(name, tensor):
+            check_tensor(name, tensor, seen)
+            seen[name] = None
+            base = self._delta.base.tensor(name)
+            if base is None or (base.shape, base.dtype) != (tensor.shape, tensor.dtype):
+                rest = chain(batch, [(name, tensor)], incoming)
+                return chain(self._before(compared), rest)
+            here = tensor.detach().to(base.device).contiguous().resolve_neg()
+            num_bytes += here.nbytes
+            if num_bytes < batch_bytes(base.device):
+                if ops.has_memory(here) and here.data_ptr() == tensor.data_ptr():
+                    here = here.clone()
+                batch.append((name, here))
+                continue
+            compared += self._compare([*batch, (name, here)])
+            batch, num_bytes = [], 0
+            if self._num_compared >= LOOKED_AT_BYTES and self._is_dear():
                 # What was compared so far is made again from the base.
-                before = self._before(taken)
-                return Snapshot.pack(
-                    chain(before, [(name, tensor)], incoming), directory
-                )
-            taken[name] = None
+                return chain(self._before(compared), incoming)
+        compared += self._compare(batch)
         self._note(self._encoder.finish())
-        if len(taken) < len(self._delta.base.specs) or self._is_dear():
-            return Snapshot.pack(self._before(taken), directory)
+        if len(seen) < len(self._delta.base.specs) or self._is_dear():
+            return self._before(compared)
         if not self._names:
             self._add_nothing()
         return self._delta
 
-    def _add(self, name: str, tensor: torch.Tensor) -> bool:
-        """Compare a tensor; False if the version has to be sent whole."""
-        base = self._delta.base.tensor(name)
-        if base is None or (base.shape, base.dtype) != (tensor.shape, tensor.dtype):
-            return False
-        here = tensor.detach().cpu().contiguous().resolve_neg()
-        self._names.append(name)
-        self._note(self._encoder.add(len(self._names) - 1, base, here))
-        if self._encoder.has_changed:
-            # Of the tensor itself, and not worked out from the base: an error in the
-            # base would stay unseen, because digests add up.
-            (digest,) = ops.digest([here], num_threads=NUM_DIGEST_THREADS)
+    def _compare(self, batch: list[Pair]) -> list[str]:
+        """Compare tensors with those of the base; returns their names."""
+        names = [name for name, _ in batch]
+        olds = [self._delta.base.tensor(name) for name in names]
+        pairs = [
+            (old, here)
+            for old, (_, here) in zip(olds, batch, strict=True)
+            if old is not None
+        ]
+        first = len(self._names)
+        parts = self._encoder.add_all(first, pairs)
+        made = list(parts)
+        has_changed = self._encoder.have_changed
+        changed = [pair for pair, has in zip(batch, has_changed, strict=True) if has]
+        self._names += [name for name, _ in changed]
+        # Of the tensors themselves, and not worked out from the base: an error in the
+        # base would stay unseen, because digests add up.
+        for (name, _), digest in zip(changed, digests_of(changed), strict=True):
             self._announce(name, digest.hex())
-        else:
-            self._names.pop()
-        self._num_compared += base.nbytes
-        return self._num_compared < LOOKED_AT_BYTES or not self._is_dear()
+        self._note(made)
+        self._num_compared += sum(old.nbytes for old, _ in pairs)
+        return names
 
     def _note(self, parts: Iterable[Part]) -> None:
         """Keep these parts."""
@@ -191,6 +243,11 @@ class DeltaSearch:
         self._announce(name, self._delta.base.specs[name].digest)
         self._note(self._encoder.add_places(0, place, first, first))
         self._note(self._encoder.finish())
+
+
+def batch_bytes(device: torch.device) -> int:
+    """Bytes of tensors that are compared at once on a device."""
+    return 0 if device.type == "cpu" else BATCH_BYTES
 
 
 def _size(base: PublishedVersion, name: str) -> int:

@@ -1,21 +1,22 @@
 """The version that was published last: what the next delta starts from.
 
-Its tensors are the memory of the snapshot's file, which needs no name any more. The
-memory is given back with this object, or when the process ends. A delta that is
-committed is applied to them.
+Its tensors are in the memory of the process: copies on a device, or the memory of a
+snapshot's file, which needs no name any more. The memory is given back with this
+object, or when the process ends. A delta that is committed is applied to them.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from vllm.inflight import ops
 from vllm.inflight.delta.decode import Changes, apply
-from vllm.inflight.trainer.snapshot import DTYPES, Snapshot
+from vllm.inflight.ops.gpu_digest import GpuDigest
+from vllm.inflight.trainer.snapshot import DTYPES, NUM_DIGEST_THREADS, Snapshot
 from vllm.inflight.update import Manifest, TensorSpec
 
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
@@ -25,20 +26,39 @@ class PublishedVersion:
     """The tensors and the digests of one version.
 
     Args:
-        snapshot: the file of the version; it may be removed afterwards.
-        manifest: of the whole version, with the digest of every tensor.
+        tensors: of the whole version, contiguous. A delta that is committed changes
+            them.
+        specs: shape, dtype and digest of every tensor.
 
     """
 
-    def __init__(self, snapshot: Snapshot, manifest: Manifest) -> None:
-        self.specs = dict(manifest.tensors)
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec]
+    ) -> None:
+        self.specs = dict(specs)
         """Name → shape, dtype and digest."""
         self.digest = _version_digest(self.specs)
         """Of the version."""
-        self._tensors = _tensors(snapshot.mapped(), *snapshot.header())
+        self._tensors = tensors
+
+    @classmethod
+    def of_file(cls, snapshot: Snapshot, manifest: Manifest) -> PublishedVersion:
+        """The version of a file, which may be removed afterwards.
+
+        Args:
+            snapshot: the file.
+            manifest: of the whole version, with the digest of every tensor.
+
+        """
+        tensors = _tensors(snapshot.mapped(), *snapshot.header())
+        return cls(tensors, manifest.tensors)
+
+    def pairs(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor under its name."""
+        return iter(self._tensors.items())
 
     def tensor(self, name: str) -> torch.Tensor | None:
-        """The tensor of that name, in the file; None if the version has none."""
+        """The tensor of that name itself; None if the version has none."""
         return self._tensors.get(name)
 
     def advance(
@@ -49,6 +69,22 @@ class PublishedVersion:
             apply(some, self._tensors[name].view(-1))
         self.specs |= specs
         self.digest = _version_digest(self.specs)
+
+
+def digests_of(pairs: Sequence[tuple[str, torch.Tensor]]) -> list[ops.Digest]:
+    """The digest of each tensor, in order; all are on one device.
+
+    On a GPU, the host waits once for all of them.
+    """
+    devices = {tensor.device for _, tensor in pairs}
+    if all(device.type == "cpu" for device in devices):
+        tensors = [tensor for _, tensor in pairs]
+        return ops.digest(tensors, num_threads=NUM_DIGEST_THREADS)
+    (device,) = devices
+    digest = GpuDigest(device, {})
+    digest.add(pairs)
+    found = {name: one for name, one, _ in digest.results()}
+    return [found[name] for name, _ in pairs]
 
 
 def _version_digest(specs: Mapping[str, TensorSpec]) -> str:

@@ -28,19 +28,22 @@ from vllm.inflight.errors import (
     Cancelled,
     ConfigError,
     DeltaUnsupported,
-    EngineFault,
     EngineUnreachable,
     InflightError,
-    Malformed,
     TooManyUpdates,
     UpdateBusy,
-    WeightsMismatch,
 )
 from vllm.inflight.tensor_names import matcher
 from vllm.inflight.trainer.control.engines import Controls
 from vllm.inflight.trainer.control.pause import Calls, Pause
 from vllm.inflight.trainer.coordinator import Coordinator, Progress, call_all
-from vllm.inflight.trainer.delta import POLICIES, Delta, DeltaSearch
+from vllm.inflight.trainer.delta import (
+    MOST_UNSUPPORTED,
+    OF_A_DELTA,
+    POLICIES,
+    Delta,
+    DeltaSearch,
+)
 from vllm.inflight.trainer.engine_clients import InProcessEngine, connect
 from vllm.inflight.trainer.http_client import Reply
 from vllm.inflight.trainer.name_matching import AUTO, NameMatching
@@ -57,18 +60,6 @@ SHORT_S = 1.0
 """A server that does not answer in less than this may be well, and busy."""
 
 logger = logging.getLogger(__name__)
-
-OF_A_DELTA = (
-    BaseMismatch,
-    DeltaUnsupported,
-    EngineFault,
-    Malformed,
-    WeightsMismatch,
-)
-"""Errors after which the whole version is sent in place of a delta."""
-
-MOST_UNSUPPORTED = 3
-"""After so many deltas that an engine could not apply, none is tried any more."""
 
 BLOCKS = "would block the event loop that the engine answers on; use "
 
@@ -583,7 +574,7 @@ class Publisher:
         try:
             if self._may_follow(job):
                 try:
-                    base = PublishedVersion(job.snapshot, job.manifest)
+                    base = PublishedVersion.of_file(job.snapshot, job.manifest)
                 except OSError as error:  # not every file system can map a file
                     logger.warning("the next version is sent whole: %s", error)
             job.snapshot.remove()

@@ -110,6 +110,7 @@ class ServerClient:
             "manifest": manifest if len(manifest) > 1 else None,
         }
         self._mode = mode
+        self._manifest = manifest
         self._opening = {name: fact for name, fact in facts.items() if fact is not None}
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -135,8 +136,17 @@ class ServerClient:
         retry_budget = self._end_what_failed()
         self._ask(self._engine.shutdown_transport, retry_budget=retry_budget)
 
-    def start_weight_update(self) -> None:
+    @property
+    def is_subset_announced(self) -> bool:
+        """Whether the next update is of a subset of the parameters."""
+        return "subset" in self._manifest
+
+    def start_weight_update(self, manifest: dict[str, Any] | None = None) -> None:
         """Open an update as it was announced; one of this client that failed ends.
+
+        Args:
+            manifest: names the tensors and their digests, and the base of a delta; what
+                was announced is added to it.
 
         Raises:
             UpdateBusy: another trainer's update is under way.
@@ -148,6 +158,8 @@ class ServerClient:
         self._update_id, self._num_chunks = uuid.uuid4().hex, 0
         self._is_open, self._opened = True, self._opening
         body = {"update_id": self._update_id, **self._opening}
+        if manifest is not None:
+            body["manifest"] = manifest | self._manifest
         try:
             self._ask(self._engine.start, body, retry_budget=retry_budget)
         except NotReached:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -21,6 +21,7 @@ from vllm.inflight.transport.buckets.tensor_list import Pair, TensorList
 from vllm.inflight.transport.buckets.tensor_slices import Shard
 from vllm.inflight.transport.collective.connect import open_group
 from vllm.inflight.transport.collective.rendezvous import Rendezvous
+from vllm.inflight.transport.delta_updates import DeltaUpdates, update_of
 from vllm.inflight.transport.group import Terms
 from vllm.inflight.transport.waiting import WaitLimit, in_background
 
@@ -44,6 +45,12 @@ class GlooTrainerInitInfo(upstream.TrainerInitInfo):
     """The number of buckets, in the sender and in each worker."""
     timeout_s: float = 120.0
     """Longest wait for the other ranks, and for each bucket, in seconds."""
+    delta: str = "off"
+    """Whether to send only the elements that have changed since the last commit: `auto`
+    where that is less to send, `always`, or `off`. Rank 0 keeps one more copy of the
+    weights for it."""
+    delta_memory: str = "device"
+    """Where that copy is: `device`, or `host`, where changes are then found too."""
 
     @property
     def device(self) -> torch.device:
@@ -95,6 +102,16 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
         self.rank = init_info.rank
         self._info = init_info
         self._sender: Sender | None = None
+        self.deltas: DeltaUpdates | None = None
+        """Sends deltas; None on ranks that do not send."""
+        if self.is_sender:
+            self.deltas = DeltaUpdates(
+                client,
+                init_info.delta,
+                init_info.delta_memory,
+                init_info.device,
+                self._transfer,
+            )
 
     @classmethod
     def trainer_init(
@@ -107,6 +124,8 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
         """Open the group and let the engines join it.
 
         Raises:
+            ConfigError: `delta` is not possible with this client, or is none of its
+                values.
             ValueError: there is no source, or the group's settings are out of range.
             TransferFault: a rank did not come in time.
 
@@ -141,9 +160,13 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
         if not self.is_sender:
             join_gathering(tensors)
             return
+        assert self.deltas is not None
         with gathering(tensors) as gathered:
-            if self._sender is None or self._sender.group.ended is not None:
-                self._connect()
+            if self.deltas.are_wanted and not any(tensor_list.shards):
+                self.deltas.send(gathered)
+                return
+            self.deltas.forget()
+            self._reconnect()
             self.client.start_weight_update()
             self._send(tensor_list, gathered)
         self.client.finish_weight_update()
@@ -153,6 +176,16 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
         if self._sender is not None:
             self._sender.group.close()
             self._sender = None
+
+    def _transfer(self, manifest: dict[str, Any], pairs: list[Pair]) -> None:
+        """One update that has a manifest."""
+        self._reconnect()
+        with update_of(self.client, manifest):
+            self._send(TensorList.of(pairs), pairs)
+
+    def _reconnect(self) -> None:
+        if self._sender is None or self._sender.group.ended is not None:
+            self._connect()
 
     def _send(self, tensor_list: TensorList, tensors: Iterable[Pair]) -> None:
         assert self._sender is not None

@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+import torch
+
 from vllm.inflight import upstream
 from vllm.inflight.errors import InflightError
 from vllm.inflight.releases.table import adapter
@@ -19,6 +21,7 @@ from vllm.inflight.transport.buckets.tensor_list import Pair, TensorList
 from vllm.inflight.transport.collective.trainer_engine import join_gathering
 from vllm.inflight.transport.cuda_ipc.driver import CudaMemory, SharedMemory
 from vllm.inflight.transport.cuda_ipc.handles import Exports
+from vllm.inflight.transport.delta_updates import DeltaUpdates, update_of
 
 
 @dataclass
@@ -36,6 +39,10 @@ class IpcTrainerInitInfo(upstream.TrainerInitInfo):
     """The number of buckets in a worker."""
     timeout_s: float = 120.0
     """Longest wait of a worker for each bucket, in seconds."""
+    delta: str = "off"
+    """Whether to send only the elements that have changed since the last commit: `auto`
+    where that is less to send, `always`, or `off`. Rank 0 keeps one more copy of the
+    weights on its GPU for it."""
 
 
 class IpcTrainer(upstream.TrainerWeightTransferEngine):
@@ -59,6 +66,16 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
         self.rank = init_info.rank
         self._info = init_info
         self._memory = memory or CudaMemory()
+        self.deltas: DeltaUpdates | None = None
+        """Sends deltas; None on ranks that do not send."""
+        if self.is_sender:
+            # Lent memory is a GPU's, so the last version is kept there alone.
+            device = torch.device(self._memory.device_type)
+            if device.type == "cuda":
+                device = torch.device("cuda", torch.cuda.current_device())
+            self.deltas = DeltaUpdates(
+                client, init_info.delta, "device", device, self._transfer
+            )
 
     @classmethod
     def trainer_init(
@@ -71,6 +88,8 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
         """Let the engines prepare their buckets.
 
         Raises:
+            ConfigError: `delta` is not possible with this client, or is none of its
+                values.
             ValueError: there is no source.
 
         """
@@ -101,12 +120,26 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
         if not self.is_sender:
             join_gathering(tensors)
             return
+        assert self.deltas is not None
         with gathering(tensors) as gathered:
+            if self.deltas.are_wanted:
+                self.deltas.send(gathered)
+                return
+            self.deltas.forget()
             self._lend(gathered)
         self.client.finish_weight_update()
 
     def shutdown(self) -> None:
         """Do nothing: no state is kept between two updates."""
+
+    def _transfer(self, manifest: dict[str, Any], pairs: list[Pair]) -> None:
+        """One update that has a manifest."""
+        assert self.deltas is not None
+        # The tables of a delta are made on the host.
+        on_device = ((name, t.to(self.deltas.device)) for name, t in pairs)
+        with update_of(self.client, manifest):
+            for update_info, _ in map(self._lendable, self._chunks(on_device)):
+                self.client.update_weights(update_info)
 
     def _lend(self, gathered: Iterator[Pair]) -> None:
         # The first chunk is gathered before the update starts.

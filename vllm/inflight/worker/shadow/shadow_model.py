@@ -28,6 +28,7 @@ import torch
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import ArenaTorn, ConfigError
+from vllm.inflight.ops import gpu_digest
 from vllm.inflight.tensor_names import Known
 from vllm.inflight.transport.buckets.reassembly import Destination
 from vllm.inflight.transport.host_threads import num_threads
@@ -53,7 +54,6 @@ from vllm.inflight.worker.shadow import parameters
 from vllm.inflight.worker.shadow.build import build_second
 from vllm.inflight.worker.shadow.change_log import ChangeLog, capacity_of
 from vllm.inflight.worker.shadow.changed_elements import ChangedElements
-from vllm.inflight.worker.verify import gpu_digest
 from vllm.inflight.worker.verify.ignored_tensors import IgnoredTensors
 from vllm.inflight.worker.verify.parameter_map import ParameterMap
 from vllm.inflight.worker.verify.start_checkpoint import StartCheckpoint

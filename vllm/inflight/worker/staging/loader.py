@@ -27,6 +27,7 @@ from vllm.inflight.errors import (
     StagingUnavailable,
     WeightsMismatch,
 )
+from vllm.inflight.ops.gpu_digest import GpuDigest, Pair
 from vllm.inflight.tensor_names import PLAIN
 from vllm.inflight.transport.buckets.reassembly import Destination
 from vllm.inflight.transport.buckets.tensor_list import TensorList
@@ -43,7 +44,6 @@ from vllm.inflight.worker.staging.throttle import undirected
 from vllm.inflight.worker.verify.checks import Problem, TensorChecks, rejection
 from vllm.inflight.worker.verify.content import Content
 from vllm.inflight.worker.verify.drift import Sampler
-from vllm.inflight.worker.verify.gpu_digest import GpuDigest, Pair
 from vllm.inflight.yielding import with_breaks
 
 

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 import torch
 
 from vllm.inflight import ops
+from vllm.inflight.ops.gpu_digest import GpuDigest, Pair
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.verify.checks import IS_TIED, rejection
 from vllm.inflight.worker.verify.content import Content, Facts
-from vllm.inflight.worker.verify.gpu_digest import GpuDigest, Pair
 
 
 class ServedComparison:

@@ -15,6 +15,7 @@ import torch
 
 from vllm.inflight import ops, upstream
 from vllm.inflight.errors import EngineFault
+from vllm.inflight.ops.gpu_digest import GpuDigest
 from vllm.inflight.tensor_names import checkpoint_names
 from vllm.inflight.transport.rank_numbers import rank_in_engine
 from vllm.inflight.update import DRAFT
@@ -26,7 +27,6 @@ from vllm.inflight.worker.model.mla import is_derived
 from vllm.inflight.worker.model.moe import expert_checkpoint_names as expert_names
 from vllm.inflight.worker.model.moe import is_experts
 from vllm.inflight.worker.model.quantized import is_quantised
-from vllm.inflight.worker.verify.gpu_digest import GpuDigest
 from vllm.inflight.worker.worker_state import WorkerState
 
 SLAB = 1024

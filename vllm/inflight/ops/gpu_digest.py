@@ -7,12 +7,12 @@ until the end of the update, and one copy brings them all.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
 from vllm.inflight import ops
 from vllm.inflight.ops.reference import COUNT, PLACE, page_key
-from vllm.inflight.worker.replay_plan import Plan
 
 AT_ONCE_BYTES = 2 << 30
 """Bytes of tensors received in place that one launch reads: a launch costs the thread
@@ -32,6 +32,13 @@ A transport reuses its memory, so the same tables are needed over and over.
 """
 
 
+class Homes(Protocol):
+    """Knows which tensors are received in place."""
+
+    def is_home(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is in the memory where it will be served."""
+
+
 class GpuDigest:
     """The digests of tensors on one device.
 
@@ -49,7 +56,7 @@ class GpuDigest:
         self,
         device: torch.device,
         tables: Tables,
-        plan: Plan | None = None,
+        plan: Homes | None = None,
         served_as: Callable[[str, torch.dtype], torch.dtype | None] | None = None,
     ) -> None:
         self._device = device

@@ -1,0 +1,119 @@
+"""Deltas from a trainer's process, with upstream's trainer interface, over gloo."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.deltas import stepped
+from tests.support.engines.far_trainer import FarTrainer
+from tests.support.engines.probe import greedy
+from vllm.inflight.errors import TransferFault
+
+pytestmark = pytest.mark.engine
+
+NUM_VERSIONS = 6
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def engine(start: Callable[..., Any], old: Path) -> Any:
+    from vllm.config.weight_transfer import WeightTransferConfig
+
+    return start(
+        old, weight_transfer_config=WeightTransferConfig(backend="inflight_gloo")
+    )
+
+
+@pytest.fixture(scope="module")
+def chain(old: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Checkpoints, each one step after the one before."""
+    weights, folders = load_file(old / "model.safetensors"), []
+    for seed in range(NUM_VERSIONS):
+        weights = stepped(weights, seed)
+        folders.append(tmp_path_factory.mktemp(f"version-{seed}"))
+        save_file(weights, folders[-1] / "model.safetensors")
+    return folders
+
+
+@pytest.fixture
+def joined(llm: Any, old: Path) -> Callable[..., FarTrainer]:
+    """A trainer that sends deltas, in a process of its own."""
+
+    def made(delta: str = "auto", **options: Any) -> FarTrainer:
+        options = {"delta": delta, "bucket_bytes": 1 << 16} | options
+        return FarTrainer(llm, "inflight_gloo", old, **options)
+
+    return made
+
+
+def served(llm: Any) -> tuple[str, list[list[int]]]:
+    return llm.weight_info()["digest"], greedy(llm)
+
+
+def size(folder: Path) -> int:
+    tensors = load_file(folder / "model.safetensors")
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_a_chain_of_deltas_equals_whole_versions(
+    llm: Any, joined: Callable[..., FarTrainer], chain: list[Path]
+) -> None:
+    found, wholes = [], []
+    with joined() as far:
+        for number, folder in enumerate(chain):
+            sent = far.send(folder)
+            assert sent is not None and sent.is_delta == (number > 0)
+            assert not number or sent.num_bytes < size(folder) / 4
+            found.append(served(llm))
+    for folder in chain:
+        llm.update_weights_from_disk(str(folder))
+        wholes.append(served(llm))
+    assert found == wholes
+
+
+def test_after_another_version_the_whole_one_is_sent(
+    llm: Any, joined: Callable[..., FarTrainer], chain: list[Path]
+) -> None:
+    with joined() as far:
+        far.send(chain[0])
+        llm.update_weights_from_disk(str(chain[4]))
+        sent = far.send(chain[1])
+        assert sent is not None and not sent.is_delta
+        found = served(llm)
+        again = far.send(chain[2])
+        assert again is not None and again.is_delta
+        llm.rollback_weights()
+        assert served(llm) == found
+        sent = far.send(chain[3])
+        assert sent is not None and not sent.is_delta
+    llm.update_weights_from_disk(str(chain[1]))
+    assert served(llm) == found
+
+
+def test_a_trainer_lost_in_the_middle_of_a_delta_changes_nothing(
+    llm: Any, joined: Callable[..., FarTrainer], chain: list[Path]
+) -> None:
+    with joined() as far:
+        far.send(chain[0])
+        far.send(chain[1])
+        before = served(llm)
+        sending = far.fall_silent(chain[2])
+        active = llm.weight_update_status()["active"]
+        assert active["phase"] == "staging"
+        far.kill()
+        with pytest.raises(TransferFault):
+            sending.result(timeout=60)
+    assert served(llm) == before
+    with joined() as far:
+        whole = far.send(chain[2])
+        assert whole is not None and not whole.is_delta
+        found = served(llm)
+        sent = far.send(chain[3])
+        assert sent is not None and sent.is_delta
+    llm.update_weights_from_disk(str(chain[2]))
+    assert served(llm) == found

@@ -1,0 +1,76 @@
+"""Deltas from a trainer's process, over NCCL and CUDA IPC: found on its GPU."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.deltas import stepped
+from tests.support.engines.far_trainer import FarTrainer
+from tests.support.engines.probe import greedy
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+NUM_VERSIONS = 5
+KEPT = [
+    pytest.param("inflight_ipc", {}, id="ipc"),
+    *(
+        pytest.param(
+            "inflight_nccl",
+            {"delta_memory": memory},
+            id=f"nccl, {memory}",
+            marks=pytest.mark.skipif(
+                torch.cuda.device_count() < 2, reason="needs a GPU for the trainer"
+            ),
+        )
+        for memory in ("device", "host")
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def chain(old: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Checkpoints, each one step after the one before."""
+    weights, folders = load_file(old / "model.safetensors"), []
+    for seed in range(NUM_VERSIONS):
+        weights = stepped(weights, seed)
+        folders.append(tmp_path_factory.mktemp(f"version-{seed}"))
+        save_file(weights, folders[-1] / "model.safetensors")
+    return folders
+
+
+@pytest.mark.parametrize(("backend", "options"), KEPT)
+def test_a_chain_of_deltas_equals_whole_versions(
+    start: Callable[..., Any],
+    old: Path,
+    chain: list[Path],
+    backend: str,
+    options: dict[str, str],
+) -> None:
+    from vllm.config.weight_transfer import WeightTransferConfig
+
+    llm = start(old, weight_transfer_config=WeightTransferConfig(backend=backend))
+
+    def served() -> tuple[str, list[list[int]]]:
+        return llm.weight_info()["digest"], greedy(llm)
+
+    found, wholes = [], []
+    with FarTrainer(llm, backend, old, delta="auto", **options) as far:
+        for number, folder in enumerate(chain):
+            sent = far.send(folder)
+            assert sent is not None and sent.is_delta == (number > 0)
+            found.append(served())
+        llm.update_weights_from_disk(str(chain[0]))
+        sent = far.send(chain[1])
+        assert sent is not None and not sent.is_delta
+        assert served() == found[1]
+    for folder in chain:
+        llm.update_weights_from_disk(str(folder))
+        wholes.append(served())
+    assert found == wholes

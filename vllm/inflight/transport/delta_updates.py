@@ -1,0 +1,240 @@
+"""Updates of a trainer engine as deltas, from the version that it published last.
+
+The last version is kept in memory. It becomes the next one when a commit is confirmed.
+A whole version is first copied over the kept one, and sent from there. So the source
+is read once for an update, whatever the engines answer.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vllm.inflight.delta.parts import named
+from vllm.inflight.errors import (
+    BaseMismatch,
+    ConfigError,
+    DeltaUnsupported,
+    InflightError,
+)
+from vllm.inflight.trainer.delta import (
+    MOST_UNSUPPORTED,
+    OF_A_DELTA,
+    POLICIES,
+    Delta,
+    DeltaSearch,
+)
+from vllm.inflight.trainer.published import PublishedVersion, digests_of
+from vllm.inflight.trainer.snapshot import check_tensor
+from vllm.inflight.transport.buckets.tensor_list import Pair
+from vllm.inflight.update import Manifest, TensorSpec
+
+MEMORIES = ("device", "host")
+
+logger = logging.getLogger(__name__)
+
+Transfer = Callable[[dict[str, Any], list[Pair]], None]
+"""Has the engines commit one update: its manifest, and the tensors to send."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What the last update was."""
+
+    is_delta: bool
+    num_bytes: int
+    """Bytes of the tensors that were sent."""
+    search_s: float
+    """Seconds to read the source, to find what has changed, and to digest it."""
+
+
+class DeltaUpdates:
+    """Sends versions, as deltas where it can.
+
+    Args:
+        client: the inference side.
+        policy: `auto`, `always` or `off`.
+        memory: where the last version is kept: `device`, or `host`.
+        device: the device of the trainer's weights.
+        transfer: runs one update.
+
+    Raises:
+        ConfigError: the policy or the memory is none of these, or deltas are to be sent
+            `always` and the client takes no manifest.
+
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        policy: str,
+        memory: str,
+        device: torch.device,
+        transfer: Transfer,
+    ) -> None:
+        for value, name, choices in (
+            (policy, "delta", POLICIES),
+            (memory, "delta_memory", MEMORIES),
+        ):
+            if value not in choices:
+                raise ConfigError(f"{name} must be one of {choices}, got {value!r}")
+        if policy != "off" and not _takes_manifest(client):
+            why = (
+                f"start_weight_update of {type(client).__name__} has no parameter "
+                "'manifest', which deltas need"
+            )
+            if policy == "always":
+                raise ConfigError(why)
+            logger.warning("whole versions are sent: %s", why)
+            policy = "off"
+        self.policy = policy
+        """May be changed between two updates."""
+        self.last: Sent | None = None
+        """The last update that was committed with a manifest; None: there is none."""
+        self._client = client
+        self.device = torch.device("cpu") if memory == "host" else device
+        """Where the last version is kept."""
+        self._is_pinned = device.type == "cuda" and memory == "host"
+        self._transfer = transfer
+        self._tensors: dict[str, torch.Tensor] = {}
+        """The memory of the kept version; its content may be one that is not served."""
+        self._base: PublishedVersion | None = None
+        """The kept version, if the engines have confirmed it."""
+        self._num_unsupported = 0
+
+    @property
+    def are_wanted(self) -> bool:
+        """Whether the next update goes through here.
+
+        The parameters of a subset are no version, so no delta starts from them.
+        """
+        is_subset = getattr(self._client, "is_subset_announced", False)
+        return self.policy != "off" and not is_subset
+
+    def forget(self) -> None:
+        """Keep no version: another one than the kept one is sent now."""
+        self._base, self._tensors = None, {}
+
+    def send(self, gathered: Iterable[Pair]) -> None:
+        """Run one update: a delta, or the whole version.
+
+        Args:
+            gathered: all tensors; each may change once the next one is taken.
+
+        Raises:
+            InflightError: what an engine refused. It serves what it served.
+
+        """
+        began = time.perf_counter()
+        base = self._base
+        found: Delta | Iterable[Pair] = gathered
+        if base is not None:
+            found = DeltaSearch(base, self.policy).find(gathered)
+        if isinstance(found, Delta):
+            search_s = time.perf_counter() - began
+            if self._send_delta(found, search_s):
+                return
+            self._base = None
+            whole = found.commit()
+        else:
+            self._base = None
+            whole = self._keep(found)
+            search_s = time.perf_counter() - began
+        pairs = list(whole.pairs())
+        self._transfer(Manifest(whole.specs).to_dict(), pairs)
+        self._confirm(whole, is_delta=False, pairs=pairs, search_s=search_s)
+
+    def _send_delta(self, delta: Delta, search_s: float) -> bool:
+        """Send a delta; False if the version has to be sent whole."""
+        pairs = list(named(delta.parts))
+        try:
+            self._transfer(delta.manifest(None).to_dict(), pairs)
+        except OF_A_DELTA as error:
+            level = logging.INFO if isinstance(error, BaseMismatch) else logging.WARNING
+            logger.log(
+                level, "the whole version is sent in place of a delta: %s", error
+            )
+            self._num_unsupported += isinstance(error, DeltaUnsupported)
+            if self._num_unsupported >= MOST_UNSUPPORTED:
+                self.policy = "off"
+                logger.warning("whole versions are sent from now on")
+            return False
+        self._num_unsupported = 0
+        self._confirm(delta.commit(), is_delta=True, pairs=pairs, search_s=search_s)
+        return True
+
+    def _confirm(
+        self,
+        version: PublishedVersion,
+        *,
+        is_delta: bool,
+        pairs: list[Pair],
+        search_s: float,
+    ) -> None:
+        """The engines serve this version now."""
+        num_bytes = sum(tensor.nbytes for _, tensor in pairs)
+        self.last = Sent(is_delta, num_bytes, search_s)
+        # Where an engine digests other tensors than were sent, no delta has its base.
+        reply = getattr(self._client, "committed", None) or {}
+        is_served = reply.get("digest", version.digest) == version.digest
+        self._base = version if is_served else None
+
+    def _keep(self, pairs: Iterable[Pair]) -> PublishedVersion:
+        """Copy a whole version over the kept one."""
+        before, self._tensors = self._tensors, {}
+        for name, tensor in pairs:
+            check_tensor(name, tensor, self._tensors)
+            kept = before.get(name)
+            if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
+                kept = torch.empty(
+                    tensor.shape,
+                    dtype=tensor.dtype,
+                    device=self.device,
+                    pin_memory=self._is_pinned,
+                )
+            if kept is not tensor:
+                kept.copy_(tensor.detach())
+            self._tensors[name] = kept
+        del before
+        digests = digests_of(list(self._tensors.items()))
+        specs = {
+            name: TensorSpec(name, tuple(t.shape), _dtype_name(t), digest.hex())
+            for (name, t), digest in zip(self._tensors.items(), digests, strict=True)
+        }
+        return PublishedVersion(self._tensors, specs)
+
+
+@contextmanager
+def update_of(client: Any, manifest: dict[str, Any]) -> Iterator[None]:
+    """An update around the transfer of its tensors: committed, or aborted on an error.
+
+    A client with only upstream's four calls cannot abort. It leaves the update to its
+    deadline.
+    """
+    client.start_weight_update(manifest=manifest)
+    try:
+        yield
+        client.finish_weight_update()
+    except BaseException:
+        with suppress(InflightError):  # the first error says more
+            getattr(client, "abort_weight_update", lambda: None)()
+        raise
+
+
+def _takes_manifest(client: Any) -> bool:
+    parameters = inspect.signature(client.start_weight_update).parameters.values()
+    return any(
+        one.name == "manifest" or one.kind is inspect.Parameter.VAR_KEYWORD
+        for one in parameters
+    )
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
