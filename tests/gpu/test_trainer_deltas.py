@@ -66,6 +66,9 @@ def test_a_chain_of_deltas_equals_whole_versions(
             sent = far.send(folder)
             assert sent is not None and sent.is_delta == (number > 0)
             found.append(served())
+        same = far.send(chain[-1])
+        assert same is not None and same.is_delta
+        assert served() == found[-1]
         llm.update_weights_from_disk(str(chain[0]))
         sent = far.send(chain[1])
         assert sent is not None and not sent.is_delta

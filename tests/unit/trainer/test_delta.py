@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.support.deltas import integers, random_bits
+from vllm.inflight.trainer import delta as trainer_delta
 from vllm.inflight.trainer.delta import Delta, DeltaSearch
 from vllm.inflight.trainer.published import PublishedVersion
 from vllm.inflight.trainer.snapshot import DTYPES, Snapshot
@@ -104,3 +105,31 @@ def test_another_set_of_tensors_is_sent_whole(change):
     assert isinstance(found, Snapshot)
     assert same(((n, published_of(found).tensor(n)) for n in new), new)
     found.remove()
+
+
+@pytest.mark.parametrize("most", [0, 20_000, 1 << 30])
+@pytest.mark.parametrize("is_other", [False, True], ids=["", "another shape"])
+def test_a_source_may_reuse_memory_for_its_next_tensor(
+    monkeypatch: pytest.MonkeyPatch, most: int, is_other: bool
+) -> None:
+    monkeypatch.setattr(trainer_delta, "batch_bytes", lambda device: most)
+    old = {f"{n}": random_bits(torch.bfloat16, 6000, n) for n in range(9)}
+    new = moved(old, list(old)[::2])
+    if is_other:
+        new["7"] = random_bits(torch.bfloat16, 5000, 7)
+    memory = torch.empty(6000, dtype=torch.bfloat16)
+
+    def source() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in new.items():
+            gathered = memory[: tensor.numel()]
+            gathered.copy_(tensor)
+            yield name, gathered
+
+    found = DeltaSearch(published(old), "always").find(source())
+    if isinstance(found, Delta):
+        assert not is_other
+        assert list(found.changed) == list(old)[::2]
+        assert same(found.whole(), new)
+    else:
+        assert is_other
+        assert same(((name, tensor.clone()) for name, tensor in found), new)

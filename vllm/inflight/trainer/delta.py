@@ -239,7 +239,7 @@ class DeltaSearch:
         tensor = self._delta.base.tensor(name)
         assert tensor is not None
         first = tensor.view(-1)[:1]
-        place = torch.zeros(1, dtype=torch.int64)
+        place = torch.zeros(1, dtype=torch.int64, device=first.device)
         self._announce(name, self._delta.base.specs[name].digest)
         self._note(self._encoder.add_places(0, place, first, first))
         self._note(self._encoder.finish())
