@@ -46,18 +46,33 @@ def begun(core: EngineCore, folders: dict[str, Path]) -> None:
     core.vllm_inflight.adoption._failed.clear()
 
 
+class Verifying:
+    """The verification of versions, which a test holds up."""
+
+    def __init__(self) -> None:
+        self.has_begun, self._may_go_on = threading.Event(), threading.Event()
+
+    def hold(self) -> None:
+        """Note that it has begun, and wait until it may go on."""
+        self.has_begun.set()
+        assert self._may_go_on.wait(30)
+
+    def go_on(self) -> None:
+        """Let it go on, now and from here on."""
+        self._may_go_on.set()
+
+
 @pytest.fixture
-def verifying(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set once a version is verified, which takes a while."""
-    event, prepare = threading.Event(), StagingThread._prepare
+def verifying(monkeypatch: pytest.MonkeyPatch) -> Iterator[Verifying]:
+    held, prepare = Verifying(), StagingThread._prepare
 
     def slow(self: StagingThread, command: Any) -> None:
-        event.set()
-        time.sleep(1)
+        held.hold()
         prepare(self, command)
 
     monkeypatch.setattr(StagingThread, "_prepare", slow)
-    return event
+    yield held
+    held.go_on()
 
 
 def in_thread(act: Callable[[], Any]) -> Callable[[], Any]:
@@ -92,17 +107,19 @@ def test_a_cache_reset_while_a_marked_version_is_verified_does_not_end_it(
     core, verifying
 ):
     result = in_thread(lambda: core.collective_rpc(WHOLE))
-    assert verifying.wait(30)
+    assert verifying.has_begun.wait(30)
     core.reset_prefix_cache()
+    verifying.go_on()
     assert result() == [True]
     assert digest(core) is not None
 
 
 def test_another_version_while_one_is_committed_is_rejected_as_busy(core, verifying):
     result = in_thread(lambda: core.collective_rpc(WHOLE))
-    assert verifying.wait(30)
+    assert verifying.has_begun.wait(30)
     with pytest.raises(UpdateBusy, match="again after it"):
         core.collective_rpc(WHOLE)
+    verifying.go_on()
     assert result() == [True]
     assert core.collective_rpc(WHOLE) == [True]
 
@@ -111,9 +128,10 @@ def test_a_part_after_the_end_mark_is_rejected_and_changes_nothing(core, verifyi
     names = list(load_file(SOURCE["file"]))
     assert send_parts(core, names) == [names]
     result = in_thread(lambda: core.collective_rpc(END))
-    assert verifying.wait(30)
+    assert verifying.has_begun.wait(30)
     with pytest.raises(UpdateBusy, match="again after it"):
         send_parts(core, names[:1])
+    verifying.go_on()
     assert result() == ["done"]
     assert CALLED == [("part", True), ("end", True)]
 

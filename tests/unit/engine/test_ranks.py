@@ -14,6 +14,7 @@ from vllm.inflight.errors import (
     CAUSES,
     ArenaTorn,
     Cause,
+    ChangeLogFull,
     ConfigError,
     EngineFault,
     InflightError,
@@ -289,6 +290,13 @@ def test_a_tensor_that_no_rank_uses_is_reported_with_the_missing_tensors():
     assert isinstance(error, WeightsMismatch)
     assert error.causes == {"missing": 2, "unused": 1}
     assert "no parameter is filled by fused" in str(error)
+
+
+def test_of_several_full_logs_the_one_that_lacks_most_is_told():
+    lacks = [ChangeLogFull(f"it lacks {n}", missing_bytes=n) for n in (10, 30, 20)]
+    error = verdict([failed(each) for each in lacks], 1)
+    assert isinstance(error, ChangeLogFull)
+    assert (error.missing_bytes, error.message) == (30, "it lacks 30")
 
 
 def test_a_fault_of_one_rank_outweighs_rejections_by_other_ranks():
