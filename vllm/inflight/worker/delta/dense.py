@@ -3,24 +3,139 @@
 A whole tensor is compared with the live parameters, along the copies that its loader
 would make. Only the elements that differ enter the log. Nothing has to be known of the
 version that is served, and nothing else of the tensor is kept.
+
+On a GPU all tensors of a batch are compared by two launches. Copies that the kernels do
+not follow are compared by torch, as on the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from vllm.inflight import ops
+from vllm.inflight.delta.device_decode import launch_table, to_device
 from vllm.inflight.ops.reference import row_major
+from vllm.inflight.worker.delta.destinations import Destinations, KnownDestinations
 from vllm.inflight.worker.replay_plan import Entry, View
 from vllm.inflight.worker.shadow.change_log import ChangeLog
 from vllm.inflight.worker.shadow.changed_elements import elements
 
 PIECE = 1 << 24
-"""Elements that are compared at once; each that differs takes up to 40 bytes of scratch
-memory."""
+"""Elements that torch compares at once; each that differs takes up to 40 bytes of
+scratch memory."""
+
+MOST_AT_ONCE = 1 << 31
+"""Elements of a copy that the kernels do not follow: they count them in 32 bits."""
+
+FLAT = 16
+"""Elements and bytes at whose multiples a copy can be read 16 bytes at a time."""
+
+
+class Came(NamedTuple):
+    """A whole tensor of an update: its name, what its loader would do, its content.
+
+    The tensor is contiguous.
+    """
+
+    name: str
+    entry: Entry
+    tensor: torch.Tensor
+
+
+class Row(NamedTuple):
+    """One copy that the kernels follow."""
+
+    param: str
+    width: int
+    is_flat: bool
+    numbers: list[int]
+    """The first columns of its row, see compare_kernels.py."""
+    steps: Sequence[int]
+    """Size and both strides of each dimension."""
+
+
+class Comparison:
+    """Compares what comes with what is served.
+
+    Args:
+        log: of the rank.
+        live: the live parameters, by name.
+        known: where the tensors of the model are served.
+
+    """
+
+    def __init__(
+        self,
+        log: ChangeLog,
+        live: Mapping[str, torch.Tensor],
+        known: KnownDestinations,
+    ) -> None:
+        self._log, self._live, self._known = log, live, known
+
+    def log_differences(self, batch: Iterable[Came]) -> None:
+        """Log the elements in which these tensors differ from what is served."""
+        rows: dict[tuple[int, bool], list[Row]] = {}
+        for came in batch:
+            places = None
+            if self._log.device.type == "cuda":
+                places = self._known.find(came.name, came.entry)
+            if places is None or not self._can_follow(places, came.tensor):
+                log_differences(self._log, self._live, came.entry, came.tensor)
+                continue
+            for row in self._rows(places, came.tensor):
+                rows.setdefault((row.width, row.is_flat), []).append(row)
+        for (width, is_flat), alike in rows.items():
+            compare_on_device(self._log, alike, width, is_flat=is_flat)
+
+    def _can_follow(self, places: Destinations, tensor: torch.Tensor) -> bool:
+        is_small = tensor.numel() < MOST_AT_ONCE and not places.entry.zeros
+        return is_small and tensor.device == self._log.device
+
+    def _rows(self, places: Destinations, tensor: torch.Tensor) -> Iterable[Row]:
+        width, start = tensor.element_size(), tensor.data_ptr()
+        for copied, steps, is_flat in zip(
+            places.copies, places.steps.tolist(), places.are_flat.tolist(), strict=True
+        ):
+            num = prod(copied.part[1])
+            source = start + width * steps[0]
+            view = self._live[copied.param].data_ptr() + width * steps[1]
+            is_flat &= not (num % FLAT or source % FLAT or view % FLAT)
+            numbers = [source, view, num, 0, steps[1]]
+            if num:
+                yield Row(copied.param, width, is_flat, numbers, steps[2:])
+
+
+def compare_on_device(
+    log: ChangeLog, rows: Sequence[Row], width: int, *, is_flat: bool
+) -> None:
+    """Compare copies of one element width, and log what differs."""
+    from vllm.inflight.worker.delta import compare_kernels as kernels
+
+    table = np.zeros((len(rows), kernels.COLUMNS), dtype=np.int64)
+    table[:, :5] = [row.numbers for row in rows]
+    table[:, 8:] = [row.steps for row in rows]
+    num_programs = -(-table[:, 2] // kernels.BLOCK)
+    on_device, owners = launch_table(table, 3, num_programs, log.device)
+    ends = kernels.count(on_device, owners, width, is_flat=is_flat)
+    # This waits until they are counted: the log has to know how much room they take.
+    last = to_device(table[:, 3] + num_programs, log.device)
+    totals = np.diff(ends[last].cpu().numpy(), prepend=0)
+    is_any = False
+    for row, own, num in zip(rows, table, totals.tolist(), strict=True):
+        if not num:
+            continue
+        if (logged := log.reserve(row.param, num, width)) is not None:
+            own[5:8] = logged.offsets.data_ptr(), logged.bits.data_ptr(), logged.first
+            is_any = True
+    if is_any:
+        on_device = to_device(table, log.device)
+        sums = log.sums_on_device()
+        kernels.log(on_device, owners, ends, sums, width, is_flat=is_flat)
 
 
 def log_differences(
@@ -29,7 +144,7 @@ def log_differences(
     entry: Entry,
     tensor: torch.Tensor,
 ) -> None:
-    """Log the elements in which a tensor differs from what is served.
+    """Log the elements in which a tensor differs from what is served, with torch.
 
     Args:
         log: of the rank.
@@ -90,3 +205,19 @@ def _offsets(places: torch.Tensor, view: View) -> torch.Tensor:
         offsets += places % size * step
         places = places.div(size, rounding_mode="floor")
     return offsets
+
+
+def warm(device: torch.device, dtypes: set[torch.dtype]) -> None:
+    """Compile the kernels for these dtypes now, and not while decoding."""
+    for width in {dtype.itemsize for dtype in dtypes}:
+        log = ChangeLog(device, 1 << 12)
+        served, new = (
+            torch.full((2 * FLAT,), fill, dtype=ops.INTEGERS[width], device=device)
+            for fill in (0, 1)
+        )
+        numbers = [new.data_ptr(), served.data_ptr(), 2 * FLAT, 0, 0]
+        steps = [2 * FLAT, 1, 1, *[1, 1 << 62, 0] * 3]
+        for is_flat in (True, False):
+            row = Row("", width, is_flat, numbers, steps)
+            compare_on_device(log, [row], width, is_flat=is_flat)
+        torch.cuda.current_stream(device).synchronize()

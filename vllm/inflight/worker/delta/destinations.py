@@ -49,6 +49,7 @@ class Destinations:
         form: shape and dtype of the tensor.
         steps: int64 [copies, 2 + 3 * MOST_DIMS]: where each part and its view begin;
             then size, stride and stride in the parameter of each dimension.
+        are_flat: bool [copies]: whether a part and its view are contiguous.
 
     """
 
@@ -64,6 +65,7 @@ class Destinations:
         self.form = tuple(entry.shape), str(entry.dtype).removeprefix("torch.")
         steps = [_steps(copied) for copied in entry.copies]
         self.steps = np.array(steps, dtype=np.int64).reshape(-1, 2 + 3 * MOST_DIMS)
+        self.are_flat = np.array(list(map(_is_flat, entry.copies)), dtype=bool)
 
     @classmethod
     def of(cls, entry: Entry | None) -> Destinations | None:
@@ -199,6 +201,17 @@ def widest_first(
     """(size, stride, other stride) of the dimensions that are longer than one."""
     dims = [dim for dim in zip(shape, stride, other, strict=True) if dim[0] > 1]
     return sorted(dims, key=lambda dim: -dim[1])
+
+
+def _is_flat(copied: Copied) -> bool:
+    """Whether part and view are both in one piece, in the same order."""
+    (_, shape, stride), view = copied.part, copied.view
+    reach = 1
+    for size, step, to in reversed(widest_first(shape, stride, view[2])):
+        if step != reach or to != reach:
+            return False
+        reach *= size
+    return True
 
 
 def _steps(copied: Copied) -> list[int]:

@@ -32,7 +32,8 @@ from vllm.inflight.tensor_names import PLAIN
 from vllm.inflight.transport.buckets.reassembly import Destination
 from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.update import Manifest, TensorSpec
-from vllm.inflight.worker.delta.dense import log_differences
+from vllm.inflight.worker.delta.dense import Came, Comparison
+from vllm.inflight.worker.delta.destinations import KnownDestinations
 from vllm.inflight.worker.delta.whole_tensors import DeltaTensors
 from vllm.inflight.worker.delta.writer import DeltaWriter
 from vllm.inflight.worker.model.classifier import SCORE
@@ -90,10 +91,12 @@ class UpdateLoader:
         """Context in which no flip exchanges live and shadow weights."""
         assert shadow.module is not None
         self._module = shadow.module
-        self._live: dict[str, torch.Tensor] = {}
-        """With delta staging: the live parameters, which tensors are compared with."""
+        self._comparison: Comparison | None = None
+        """With delta staging: compares tensors with the live parameters."""
         if shadow.log is not None:
-            self._live = {name: param for name, *_, param in parameters(shadow.live)}
+            live = {name: param for name, *_, param in parameters(shadow.live)}
+            known = KnownDestinations.of(shadow.module)
+            self._comparison = Comparison(shadow.log, live, known)
         self.coverage = Coverage(
             shadow.module,
             shadow.required,
@@ -357,11 +360,8 @@ class UpdateLoader:
                 remedy="Send the tensor as the start checkpoint has it, or start the "
                 "engine with another --inflight-staging.",
             )
-        self._log_known(entry, tensor)
-
-    def _log_known(self, entry: Entry, tensor: torch.Tensor) -> None:
-        assert self._shadow.log is not None
-        log_differences(self._shadow.log, self._live, entry, tensor)
+        assert self._comparison is not None
+        self._comparison.log_differences([Came(name, entry, tensor)])
 
     def _without_head(self, accepted: list[Pair]) -> list[Pair]:
         """Load the score of a classifier, if the tensor it is made of has come.
@@ -412,22 +412,24 @@ class UpdateLoader:
     def _replay(self, pairs: list[Pair]) -> list[Pair]:
         """Load the tensors that the plan replays, in one call; returns the others."""
         plan = self._shadow.plan
-        fresh, known = [], []
-        if self._shadow.log is not None:  # a record is of a tensor without gaps
+        comparison = self._comparison
+        fresh: list[Pair] = []
+        known: list[Came] = []
+        if comparison is not None:  # a record is of a tensor without gaps
             pairs = [(name, tensor.contiguous()) for name, tensor in pairs]
         for name, tensor in pairs:
             entry = plan.entry(name, tensor)
             if entry is None or not entry.is_proved:
                 fresh.append((name, tensor))
                 continue
-            known.append((entry, tensor))
+            known.append(Came(name, entry, tensor))
             self.coverage.replayed(entry)
             if self._checks.is_renamed(name, self.coverage.fills):
                 self._renamed.update(param for param, _ in entry.filled)
-        if self._shadow.log is None:
-            replay(known)
-        for entry, tensor in known if self._shadow.log is not None else ():
-            self._log_known(entry, tensor)
+        if comparison is None:
+            replay([(entry, tensor) for _, entry, tensor in known])
+        else:
+            comparison.log_differences(known)
         return fresh
 
     def _drawn(self, weights: Iterable[Pair]) -> Iterator[list[Pair]]:

@@ -29,7 +29,7 @@ from vllm.inflight.transport.sglang.checkpoint_engine import CheckpointEngine
 from vllm.inflight.transport.torch_groups.receiver_engine import GroupsEngine
 from vllm.inflight.transport.waiting import never
 from vllm.inflight.worker.catalogue import catalogue
-from vllm.inflight.worker.delta import device_writer
+from vllm.inflight.worker.delta import dense, device_writer
 from vllm.inflight.worker.delta.destinations import KnownDestinations
 from vllm.inflight.worker.integrity.scrub import (
     Digests,
@@ -200,6 +200,7 @@ class StagingWorker:
                 device_writer.warm(device, dtypes, is_logged=is_logged)
                 if is_logged:
                     swap.warm(device, dtypes)
+                    dense.warm(device, dtypes)
 
     def command(self, serial: int, command: messages.Command) -> None:
         """Enqueue one command of update `serial`; the outcome is posted."""

@@ -1,0 +1,152 @@
+"""The kernels of deltas, one by one, on one GPU and without an engine.
+
+`python -m benchmarks.gpu.delta_kernels [--gib 16] [--shares 0.001 0.01 0.03]`. The
+weights are flat tensors of the sizes of an 8B model. Each kernel runs alone, so the
+figures are what its work takes when nothing else runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from benchmarks.machine import facts
+from vllm.inflight import ops
+from vllm.inflight.delta import Encoder
+from vllm.inflight.delta.decode import decode_unproved
+from vllm.inflight.worker.delta.dense import Came, Comparison
+from vllm.inflight.worker.delta.destinations import KnownDestinations
+from vllm.inflight.worker.delta.device_writer import (
+    DeviceWriter,
+    _whole,
+    copy_elements,
+)
+from vllm.inflight.worker.shadow.change_log import ChangeLog
+from vllm.inflight.worker.shadow.changed_elements import ChangedElements
+from vllm.inflight.worker.shadow.swap import Swap
+
+SIZES = [4096 * 6144, 4096 * 4096, 2 * 4096 * 12288, 12288 * 4096, 4096, 128]
+"""Elements of the parameters of a layer."""
+
+GB = 1e9
+REPEATS = 5
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Milliseconds on the GPU, the median of some runs after one."""
+    work()
+    found = []
+    for _ in range(REPEATS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end))
+    return median(found)
+
+
+def measure(gib: float, share: float) -> dict[str, float]:
+    """Milliseconds of each kernel, with this share of all elements changed."""
+    device = torch.device("cuda")
+    live: dict[str, torch.Tensor] = {}
+    while sum(t.nbytes for t in live.values()) < gib * (1 << 30):
+        for size in SIZES:
+            bits = torch.randint(0x3C00, 0x3E00, (size,), device=device)
+            live[str(len(live))] = bits.to(torch.int16).view(torch.bfloat16)
+    shadow = {name: tensor.clone() for name, tensor in live.items()}
+    new = {name: tensor.clone() for name, tensor in live.items()}
+    for tensor in new.values():
+        at = torch.rand(tensor.shape, device=device) < share
+        tensor.view(torch.int16)[at] += 1
+        del at
+    encoder = Encoder()
+    pairs = [(live[name], tensor) for name, tensor in new.items()]
+    parts = [*encoder.add_all(0, pairs), *encoder.finish()]
+    for part in parts:
+        part.check([t.numel() for t in live.values()], [2] * len(live))
+    places = [_whole(*each) for each in enumerate(live.values())]
+    found = {"bytes": float(sum(part.num_bytes for part in parts))}
+
+    found["decode"] = timed(lambda: [decode_unproved(part) for part in parts])
+    decoded = [decode_unproved(part) for part in parts]
+    logs: list[ChangedElements] = []
+
+    def write() -> None:
+        logs.clear()
+        writer = DeviceWriter(device, live, shadow, places)
+        for each in decoded:
+            writer.write(each, logs.append)
+
+    found["write into the shadow weights"] = timed(write)
+    found["copy logged elements"] = timed(
+        lambda: [copy_elements(each, live, shadow) for each in logs]
+    )
+    logs.clear()
+    shadow.clear()
+    log = ChangeLog(device, int(gib * (1 << 30) * max(share * 4, 0.01)))
+
+    def write_log() -> None:
+        log.clear()
+        writer = DeviceWriter(device, live, log, places)
+        for each in decoded:
+            writer.write(each, logs.append)
+
+    found["write into the log"] = timed(write_log)
+    log.require_room()
+    swap = Swap(log, live)
+    found["swap"] = timed(swap)
+    if swap._is_back:
+        swap()
+    decoded.clear()
+    known, named = KnownDestinations(), list(new.items())
+    came = [
+        Came(name, place.entry, tensor)
+        for place, (name, tensor) in zip(places, named, strict=True)
+    ]
+
+    def compare() -> None:
+        log.clear()
+        comparison = Comparison(log, live, known)
+        batch: list[Came] = []
+        for each in came:
+            batch.append(each)
+            if sum(one.tensor.nbytes for one in batch) >= 256 << 20:
+                comparison.log_differences(batch)
+                batch = []
+        comparison.log_differences(batch)
+
+    found["compare whole tensors"] = timed(compare)
+    tensors = list(live.values())
+    found["digest of all"] = timed(lambda: ops.digest(tensors))
+    other = [torch.empty_like(t) for t in tensors]
+    found["copy of all"] = timed(
+        lambda: [a.copy_(b) for a, b in zip(other, tensors, strict=True)]
+    )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gib", type=float, default=15.3)
+    parser.add_argument("--shares", nargs="+", default=["0.001", "0.01", "0.03"])
+    parser.add_argument("--out", type=Path, default=Path("out/bench"))
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    report = {"machine": facts(), "gib": options.gib, "ms": {}}
+    for share in options.shares:
+        found = measure(options.gib, float(share))
+        report["ms"][share] = found
+        print(share, json.dumps(found), flush=True)
+    (options.out / "gpu-delta-kernels.json").write_text(
+        json.dumps(report, indent=1) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
