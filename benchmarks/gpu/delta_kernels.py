@@ -68,6 +68,12 @@ def measure(gib: float, share: float) -> dict[str, float]:
     encoder = Encoder()
     pairs = [(live[name], tensor) for name, tensor in new.items()]
     parts = [*encoder.add_all(0, pairs), *encoder.finish()]
+    # The parts number the tensors that have changed.
+    changed = [n for n, has in zip(live, encoder.have_changed, strict=True) if has]
+    live, shadow, new = (
+        {str(number): tensors[name] for number, name in enumerate(changed)}
+        for tensors in (live, shadow, new)
+    )
     for part in parts:
         part.check([t.numel() for t in live.values()], [2] * len(live))
     places = [_whole(*each) for each in enumerate(live.values())]
