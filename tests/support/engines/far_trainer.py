@@ -77,9 +77,11 @@ def half(pairs: list[Pair], silent: Any) -> Iterator[Pair]:
     time.sleep(1000)
 
 
-def send_half(send: Any, silent: Any, tensor_list: Any, pairs: list[Pair]) -> None:
+def send_half(
+    send: Any, silent: Any, tensor_list: Any, pairs: list[Pair], calls: Any
+) -> None:
     """In the place of a trainer engine's `_send`."""
-    send(tensor_list, half(pairs, silent))
+    send(tensor_list, half(pairs, silent), calls)
 
 
 def run(
@@ -253,7 +255,8 @@ class FarTrainer:
         if method == "init_weight_transfer_engine":
             self._llm.init_weight_transfer_engine({"init_info": payload})
         elif method == "update_weights":
-            self._llm.update_weights({"update_info": payload})
+            update_info, options = payload
+            self._llm.update_weights({"update_info": update_info}, **options)
         elif payload is not None:
             self._llm.start_weight_update(manifest=payload)
         else:
