@@ -22,6 +22,7 @@ from tests.support.models.sliced_source import Entry, SlicedSource
 from tests.support.ports import free_port
 from tests.support.preloaded_process import nursery
 from tests.support.transports.peers import HOST
+from tests.support.waiting import until
 from vllm.inflight.errors import InflightError
 from vllm.inflight.releases.table import adapter
 from vllm.inflight.transport.buckets.tensor_list import Pair
@@ -227,6 +228,8 @@ class FarTrainer:
         self._pipe.send((str(folder), True))
         sending = in_background(self._attend)
         assert self.silent.wait(60), "the trainer did not get half-way"
+        # The call that opens the update goes beside the transfer.
+        until(lambda: self._llm.weight_update_status()["active"])
         return sending
 
     def kill(self) -> None:
