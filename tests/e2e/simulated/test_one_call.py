@@ -164,10 +164,12 @@ def test_an_abort_with_a_fingerprint_spares_another_update_of_the_same_id(
 
 def test_an_update_whose_chunk_is_rejected_is_not_left_open(core: EngineCore) -> None:
     control = Control(Door([core]))
-    with pytest.raises(Malformed, match="chunk must be the next number, 0"):
-        run_sync(update(control, chunk=5, start={"update_id": "mine"}))
-    assert active(core) is None
-    assert call(core, "status", update_id="mine")["phase"] == "aborted"
+    wrong: Any
+    for wrong in (5, "first"):
+        with pytest.raises(Malformed, match="chunk must be the next number, 0"):
+            run_sync(update(control, chunk=wrong, start={"update_id": f"{wrong}"}))
+        assert active(core) is None
+        assert call(core, "status", update_id=f"{wrong}")["phase"] == "aborted"
     run_sync(update(control))
     assert served([core]) == [("one", 1)]
 

@@ -346,7 +346,8 @@ class Control:
             finish: options of `finish`, to commit the update; None: it stays open.
             update_id: the id of the update; None for that of `start`, or for the update
                 under way.
-            chunk: the number of the first chunk; 0 by default with `start`.
+            chunk: the number of the first chunk, which several chunks need; 0 by
+                default with `start`.
             owner: the owner of the update; None for that of `start`.
 
         Returns:
@@ -355,12 +356,12 @@ class Control:
         """
         if start is not None:
             start = _with_id(start)
-            update_id, owner, chunk = start.update_id, start.owner, chunk or 0
+            update_id, owner = start.update_id, start.owner
+        first: Any = 0 if chunk is None and start is not None else chunk
         received = [
-            await self._chunk(
-                info, update_id, None if chunk is None else chunk + number, owner
-            )
-            for number, info in enumerate(chunks)
+            # The engine checks the number that a caller gives.
+            await self._chunk(info, update_id, first + n if n else first, owner)
+            for n, info in enumerate(chunks)
         ]
         prepare = None if finish is None else calls.PrepareUpdate(update_id, owner)
         if start is None:
