@@ -87,21 +87,25 @@ class Trainer:
                 self.facts = self.facts | (payload or {})
                 return
             error: BaseMismatch | None = None
-            if method == "init_weight_transfer_engine":
-                await engine.init_weight_transfer_engine(
-                    WeightTransferInitRequest(payload)
-                )
-            elif method == "update_weights":
-                await engine.update_weights(WeightTransferUpdateRequest(payload))
-            elif payload is not None:
-                try:
+            reply: Any = None
+            try:
+                if method == "init_weight_transfer_engine":
+                    await engine.init_weight_transfer_engine(
+                        WeightTransferInitRequest(payload)
+                    )
+                elif method == "update_weights":
+                    update_info, options = payload
+                    reply = await engine.update_weights(
+                        WeightTransferUpdateRequest(update_info), **options
+                    )
+                elif payload is not None:
                     await engine.start_weight_update(manifest=payload)
-                except BaseMismatch as mismatch:
-                    error = mismatch  # the trainer then sends the whole version
-            else:
-                reply = await getattr(engine, method)()
-                if isinstance(reply, dict) and "gap_ms" in reply:
-                    self.facts = {"commit_ms": reply["gap_ms"], **reply["seconds"]}
+                else:
+                    reply = await getattr(engine, method)()
+            except BaseMismatch as mismatch:
+                error = mismatch  # the trainer then sends the whole version
+            if isinstance(reply, dict) and "gap_ms" in reply:
+                self.facts = {"commit_ms": reply["gap_ms"], **reply["seconds"]}
             self._pipe.send(error)
 
     async def _next(self) -> Any:
@@ -109,7 +113,7 @@ class Trainer:
         return await loop.run_in_executor(None, self._pipe.recv)
 
     facts: dict[str, float] = {}
-    """What the engine said about the last commit."""
+    """What the engine said about the last commit, and the trainer about its update."""
 
 
 async def main(name: str, folder: str, handle: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
@@ -102,6 +103,9 @@ class Client:
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._lock = threading.Lock()
+        self._began = 0.0
+        self.call_s = 0.0
+        """Seconds from the first call of the last update to the reply of its commit."""
 
     def init_weight_transfer_engine(self, init_info: Any) -> None:
         """Join the group."""
@@ -109,15 +113,29 @@ class Client:
 
     def start_weight_update(self, manifest: dict[str, Any] | None = None) -> None:
         """Open an update."""
+        self._began = time.perf_counter()
         self._call("start_weight_update", manifest)
 
-    def update_weights(self, update_info: Any) -> None:
-        """Receive the tensors."""
-        self._call("update_weights", update_info)
+    def update_weights(
+        self,
+        update_info: Any,
+        *,
+        start: dict[str, Any] | None = None,
+        finish: dict[str, Any] | None = None,
+    ) -> None:
+        """Receive the tensors; open the update before, and commit it after."""
+        if start is not None:
+            self._began = time.perf_counter()
+        given = {"start": start, "finish": finish}
+        options = {name: value for name, value in given.items() if value is not None}
+        self._call("update_weights", (update_info, options))
+        if finish is not None:
+            self.call_s = time.perf_counter() - self._began
 
     def finish_weight_update(self) -> None:
         """Commit the update."""
         self._call("finish_weight_update", None)
+        self.call_s = time.perf_counter() - self._began
 
     def _call(self, method: str, payload: Any) -> None:
         with self._lock:
@@ -159,8 +177,9 @@ def main(backend: str, folder: str, handle: str) -> None:
         weights.save(folder)
     pipe.send(("ready", None))
     port = pipe.recv()
+    client = Client(pipe)
     engine = WeightTransferTrainerFactory.trainer_init(
-        init_info(backend, port, num_ranks(folder)), client=Client(pipe), source=weights
+        init_info(backend, port, num_ranks(folder)), client=client, source=weights
     )
     if getattr(getattr(engine, "model_update_group", None), "disabled", False):
         # Upstream's communicator then sends nothing and says nothing.
@@ -179,10 +198,10 @@ def main(backend: str, folder: str, handle: str) -> None:
             # A whole version is sent from the weights themselves.
             deltas.policy = "off" if is_whole else "always"
         engine.send_weights()
-        facts = None
+        facts = {"call_s": client.call_s}
         if deltas is not None and not is_whole:
             sent = deltas.last
-            facts = {"find_s": sent.search_s, "bytes": float(sent.num_bytes)}
+            facts |= {"find_s": sent.search_s, "bytes": float(sent.num_bytes)}
             facts["is_delta"] = float(sent.is_delta)
         pipe.send(("done", facts))
 

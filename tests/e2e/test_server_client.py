@@ -12,6 +12,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from tests.support.models.checkpoint_source import CheckpointSource
 from tests.support.serving import Server
 from tests.support.transports.peers import HOST
+from tests.unit.trainer.conftest import noted
 from vllm.inflight import ops
 from vllm.inflight.errors import (
     ConfigError,
@@ -22,6 +23,7 @@ from vllm.inflight.errors import (
     WrongPhase,
 )
 from vllm.inflight.trainer import ServerClient
+from vllm.inflight.trainer.http_client import HttpEngine
 from vllm.inflight.transport.collective.trainer_engine import GlooTrainerInitInfo
 
 pytestmark = pytest.mark.engine
@@ -95,6 +97,54 @@ def test_a_version_arrives_under_its_label_and_step(
     assert client.weight_info() == served
     trainer.send_weights()
     assert info()["weight_version"] == f"update-{served['epoch'] + 1}"
+
+
+def test_a_version_is_one_call_of_the_server(
+    server: Server,
+    client: ServerClient,
+    trainer: Any,
+    source: CheckpointSource,
+    info: Callable[[], Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = noted(monkeypatch, HttpEngine, "_ask")
+
+    def made() -> list[tuple[str, list[str]]]:
+        """Path and optional fields of the calls since the last look."""
+        calls = [each.args for each in asked]
+        asked.clear()
+        return [
+            (path, sorted({"start", "finish"} & body.keys()))
+            for _, path, _, body, *_ in calls
+        ]
+
+    epoch = info()["epoch"]
+    trainer.send_weights()
+    assert made() == [("/update_weights", ["finish", "start"])]
+    assert info()["epoch"] == epoch + 1
+    # A rejected start: nothing is open afterwards, and the group is opened again.
+    client.announce("elsewhere", base_version="served by nobody")
+    with pytest.raises(VersionConflict, match="served by nobody"):
+        trainer.send_weights()
+    assert server.client.get("/weight_update").json()["active"] is None
+    client.announce("again")
+    made()
+    trainer.send_weights()
+    assert made()[-1] == ("/update_weights", ["finish", "start"])
+    assert (info()["weight_version"], info()["epoch"]) == ("again", epoch + 2)
+
+
+def test_an_update_is_one_request_and_may_be_repeated(
+    server: Server, info: Callable[[], Any]
+) -> None:
+    epoch = info()["epoch"]
+    refused = {"update_info": {}, "start": {"update_id": "refused"}, "finish": {}}
+    reply = server.client.post("/update_weights", json=refused)
+    assert reply.status_code >= 400
+    assert server.client.get("/weight_update").json()["active"] is None
+    again = server.client.post("/update_weights", json=refused)
+    assert again.json()["error"]["code"] == reply.json()["error"]["code"]
+    assert info()["epoch"] == epoch
 
 
 def test_a_server_cannot_be_joined_without_its_key(

@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 
 from tests.support.engine_replies import recorded
 from vllm.inflight.api.server.routes import InflightEndpoints
+from vllm.inflight.calls import AdvanceUpdate
 
 REPLIES = recorded()
 
@@ -41,6 +42,10 @@ class Engine:
     async def call_utility_all_async(
         self, _: str, method: str, body: dict[str, Any]
     ) -> list[dict[str, Any]]:
+        if method == AdvanceUpdate.name:
+            for name, fields in body["calls"]:
+                answers = await self.call_utility_all_async(_, name, fields)
+            return answers
         self.asked.append(method)
         return [{"ok": reply(method, body)}]
 

@@ -111,6 +111,19 @@ class CommitUpdate:
 
 
 @dataclass(frozen=True, slots=True)
+class AdvanceUpdate:
+    """Make several calls of one update, none of which waits for the one before.
+
+    The reply is that of the last call. If a call is rejected, those after it are not
+    made. If the update fails later, the last call gets the error.
+    """
+
+    name: ClassVar = "advance"
+    calls: list[Any]
+    """The name and the fields of each call."""
+
+
+@dataclass(frozen=True, slots=True)
 class AbortUpdate:
     """Abort an update, a rollback that waits, or a reload that others have begun."""
 
@@ -120,6 +133,8 @@ class AbortUpdate:
     owner: str | None = None
     error: dict[str, Any] | None = None
     """Why it is aborted, as `InflightError.to_dict` gives it; None: a caller asked."""
+    fingerprint: str | None = None
+    """Abort the update only if a start with this hash of `said` has opened it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,6 +422,7 @@ Call = (
     | ReceiveChunk
     | PrepareUpdate
     | CommitUpdate
+    | AdvanceUpdate
     | AbortUpdate
     | ReadUpdates
     | ReadVersion

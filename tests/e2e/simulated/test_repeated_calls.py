@@ -16,7 +16,13 @@ from vllm.inflight.api.control.control import Control
 from vllm.inflight.api.control.core_client import run_sync
 from vllm.inflight.api.control.from_disk import from_disk
 from vllm.inflight.api.request import rate_limit
-from vllm.inflight.calls import Call, ReceiveChunk, StartUpdate, call_to_dict
+from vllm.inflight.calls import (
+    AdvanceUpdate,
+    Call,
+    ReceiveChunk,
+    StartUpdate,
+    call_to_dict,
+)
 from vllm.inflight.errors import Conflict, InflightError, UpdateBusy
 from vllm.inflight.update import Phase
 
@@ -34,8 +40,13 @@ class Door:
         self._core = core
 
     async def call(self, asked: Call) -> list[Any]:
-        if isinstance(asked, ReceiveChunk):  # simulated ranks know weights by number
+        # Simulated ranks know weights by number.
+        if isinstance(asked, ReceiveChunk):
             asked = replace(asked, update_info={"weights": 1})
+        if isinstance(asked, AdvanceUpdate):
+            for name, fields in asked.calls:
+                if name == ReceiveChunk.name:
+                    fields["update_info"] = {"weights": 1}
         return [ask(self._core, asked.name, **call_to_dict(asked)).result(timeout=30)]
 
 
@@ -169,7 +180,7 @@ class Silent(Door):
         return answers
 
 
-@pytest.mark.parametrize("method", ["start", "receive", "prepare"])
+@pytest.mark.parametrize("method", ["advance", "commit"])
 @pytest.mark.parametrize("door", ["files", "PipelineRL"])
 def test_a_cancelled_one_call_update_does_not_stay_active(
     core: EngineCore, method: str, door: str

@@ -155,8 +155,13 @@ class Live:
     def start_weight_update(self) -> Any:
         return self.call("start_weight_update")
 
-    def update_weights(self, request: Any) -> Any:
-        return self.call("update_weights", request)
+    def update_weights(self, request: Any, **options: Any) -> Any:
+        if "finish" in options:
+            options["finish"] = options["finish"] | self._commit
+        reply = self.call("update_weights", request, **options)
+        if "finish" in options:
+            self.reply = reply
+        return reply
 
     def finish_weight_update(self) -> Any:
         self.reply = self.call("finish_weight_update", **self._commit)

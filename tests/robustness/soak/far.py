@@ -44,13 +44,23 @@ class Calls:
         """Open an update."""
         self._ask("start_weight_update", weight_version=self.label)
 
-    def update_weights(self, request: dict[str, Any]) -> None:
-        """Have tensors received."""
-        self._ask("update_weights", request)
+    def update_weights(self, request: dict[str, Any], **options: Any) -> None:
+        """Have tensors received; `start` opens the update, and `finish` commits it."""
+        if "start" in options:
+            options["start"] = options["start"] | {"weight_version": self.label}
+        if "finish" in options:
+            options["finish"] = options["finish"] | {"mode": self.mode}
+        reply = self._ask("update_weights", request, **options)
+        if "finish" in options:
+            self.reply = reply
 
     def finish_weight_update(self) -> None:
         """Commit."""
         self.reply = self._ask("finish_weight_update", mode=self.mode)
+
+    def weight_update_status(self) -> Any:
+        """Where its update stands."""
+        return self._ask("weight_update_status")
 
     def _ask(self, method: str, *arguments: Any, **options: Any) -> Any:
         call = getattr(self._engine, method)(*arguments, **options)

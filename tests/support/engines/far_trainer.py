@@ -22,6 +22,7 @@ from tests.support.models.sliced_source import Entry, SlicedSource
 from tests.support.ports import free_port
 from tests.support.preloaded_process import nursery
 from tests.support.transports.peers import HOST
+from tests.support.waiting import until
 from vllm.inflight.errors import InflightError
 from vllm.inflight.releases.table import adapter
 from vllm.inflight.transport.buckets.tensor_list import Pair
@@ -77,9 +78,11 @@ def half(pairs: list[Pair], silent: Any) -> Iterator[Pair]:
     time.sleep(1000)
 
 
-def send_half(send: Any, silent: Any, tensor_list: Any, pairs: list[Pair]) -> None:
+def send_half(
+    send: Any, silent: Any, tensor_list: Any, pairs: list[Pair], calls: Any
+) -> None:
     """In the place of a trainer engine's `_send`."""
-    send(tensor_list, half(pairs, silent))
+    send(tensor_list, half(pairs, silent), calls)
 
 
 def run(
@@ -225,6 +228,8 @@ class FarTrainer:
         self._pipe.send((str(folder), True))
         sending = in_background(self._attend)
         assert self.silent.wait(60), "the trainer did not get half-way"
+        # The call that opens the update goes beside the transfer.
+        until(lambda: self._llm.weight_update_status()["active"])
         return sending
 
     def kill(self) -> None:
@@ -253,7 +258,8 @@ class FarTrainer:
         if method == "init_weight_transfer_engine":
             self._llm.init_weight_transfer_engine({"init_info": payload})
         elif method == "update_weights":
-            self._llm.update_weights({"update_info": payload})
+            update_info, options = payload
+            self._llm.update_weights({"update_info": update_info}, **options)
         elif payload is not None:
             self._llm.start_weight_update(manifest=payload)
         else:

@@ -87,13 +87,13 @@ class Engine:
     def start_weight_update(self) -> None:
         self.call("start_weight_update")
 
-    def update_weights(self, request: dict[str, Any]) -> None:
+    def update_weights(self, request: dict[str, Any], **options: Any) -> None:
         """A chunk, of which each rank gets its own description."""
         infos = [request["update_info"]] * self.num_ranks
         if self.is_last_refusing:
             _, *names = infos[-1]["names"]
             infos[-1] = infos[-1] | {"names": [WRONG, *names]}
-        self.call("update_weights", {"update_info": infos})
+        self.call("update_weights", {"update_info": infos}, **options)
 
     def finish_weight_update(self) -> None:
         self.call("finish_weight_update")

@@ -226,7 +226,12 @@ class StandIn:
                 self._bytes, self._before = 0, None
             return _state(update)
         if path == UPDATE:
-            return self._stage(update_id, body)
+            if "start" in body:
+                self._route(START, body["start"])
+            reply = self._stage(update_id, body)
+            if "finish" in body:
+                reply = self._commit(self._ledger.find(update_id), body["finish"])
+            return reply
         if path == PREPARE:
             update = self._ledger.require(update_id, Phase.STAGING, Phase.COMMITTED)
             update.digest, update.sent, update.base = self.digest, "1" * 32, self.base

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ class Noting(Engine):
         return [body[field] for _, body in self.brought if field in body]
 
 
+CHUNK = {"update_info": {"path": "x"}}
 FLAGS = [
     ("/start_weight_update", {}, "allow_nonfinite"),
     ("/start_draft_weight_update", {}, "allow_nonfinite"),
@@ -55,6 +57,57 @@ def test_flags_that_are_not_boolean_are_rejected(path, body, field, said):
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "malformed")
     assert field in reply.json()["message"]
     assert engine.values_of(field) == []
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [
+        ({"start": "now"}, "start must be an object, got 'now'"),
+        ({"finish": []}, r"finish must be an object, got \[\]"),
+        (
+            {"start": {"mode": "wait"}},
+            "unknown field 'mode'; start takes allow_nonfinite",
+        ),
+        (
+            {"finish": {"manifest": {}}},
+            "unknown field 'manifest'; finish takes flush_ca",
+        ),
+        ({"start": {"allow_nonfinite": 1}}, "allow_nonfinite must be true or false"),
+        ({"start": {"is_checkpoint_format": False}}, "is_checkpoint_format cannot be"),
+        ({"finish": {"flush_cache": 1}}, "flush_cache must be true or false, got 1"),
+        (
+            {"update_id": "a", "start": {"update_id": "b"}},
+            "update_id is given twice, as 'a' and as 'b'",
+        ),
+        (
+            {"start": {"owner": "a"}, "finish": {"owner": "b"}},
+            "owner is given twice, as 'a' and as 'b'",
+        ),
+        ({"strat": {}}, "unknown field 'strat'; this route takes update_info, .*start"),
+    ],
+)
+def test_what_opens_or_commits_an_update_with_its_chunk_is_checked(body, message):
+    engine = Noting()
+    reply = caller(served(engine)).post("/update_weights", json=CHUNK | body)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "malformed")
+    assert re.search(message, reply.json()["message"])
+    assert engine.brought == []
+
+
+def test_what_opens_and_commits_an_update_with_its_chunk_reaches_the_engine():
+    engine = Noting()
+    start = {"update_id": "u", "weight_version": "v", "manifest": None}
+    finish = {"mode": "retract", "owner": "me", "expect_digest": "d"}
+    body = CHUNK | {"owner": "me", "start": start, "finish": finish}
+    reply = caller(served(engine)).post("/update_weights", json=body)
+    assert reply.status_code == 200 and "gap_ms" in reply.json()
+    brought = [(name, body) for name, body in engine.brought if name != "advance"]
+    opened, received, prepared, committed = (body for _, body in brought)
+    assert [name for name, _ in brought] == ["start", "receive", "prepare", "commit"]
+    assert all(body["update_id"] == "u" for _, body in brought)
+    assert {opened["owner"], received["owner"], prepared["owner"]} == {"me"}
+    assert (opened["weight_version"], received["chunk"]) == ("v", 0)
+    assert (committed["mode"], committed["expect_digest"]) == ("retract", "d")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +19,9 @@ from tests.support.trainers.fake_engine import (
     UPDATE,
     StandIn,
 )
+from tests.support.waiting import until
 from tests.unit.trainer.conftest import noted
+from vllm.inflight.background import in_background
 from vllm.inflight.errors import (
     ConfigError,
     EngineUnreachable,
@@ -56,6 +59,83 @@ def send(client: ServerClient, num_chunks: int = 1) -> None:
     for number in range(num_chunks):
         client.update_weights({"part": number})
     client.finish_weight_update()
+
+
+def test_an_update_in_one_call_has_what_was_announced(engine, client):
+    client.announce("step-7", step=7, mode="retract", base_version="default")
+    manifest = {"format": 1, "subset": ["a.*"]}
+    client.update_weights({"part": 0}, start={"manifest": manifest}, finish={})
+    ((path, body),) = engine.calls
+    update_id = body["update_id"]
+    assert (path, body) == (
+        UPDATE,
+        {
+            "update_id": update_id,
+            "chunk": 0,
+            "update_info": {"part": 0},
+            "start": {
+                "update_id": update_id,
+                "weight_version": "step-7",
+                "base_version": "default",
+                "manifest": manifest | {"step": 7},
+            },
+            "finish": {"mode": "retract"},
+        },
+    )
+    assert client.committed is not None
+    assert client.committed["weight_version"] == "step-7"
+    client.update_weights({"part": 0}, start={}, finish={"weight_version": "mine"})
+    second = engine.bodies(UPDATE)[1]
+    assert second["start"].keys() == {"update_id"}
+    assert second["start"]["update_id"] == second["update_id"] != update_id
+    assert second["finish"] == {"weight_version": "mine"}
+    assert engine.bodies(ABORT) == []
+
+
+@pytest.mark.parametrize("fault", [DROP, LOSE, STARTING])
+def test_one_call_whose_reply_was_lost_is_made_again(engine, client, fault):
+    engine.faults[UPDATE] = [fault]
+    client.update_weights({"part": 0}, start={}, finish={})
+    first, again = engine.bodies(UPDATE)
+    assert first == again
+    assert engine.version["epoch"] == client.committed["epoch"] == 1
+
+
+def test_an_update_may_be_opened_with_its_first_chunk_and_committed_with_its_last(
+    engine, client
+):
+    client.update_weights({"part": 0}, start={})
+    client.update_weights({"part": 1})
+    client.update_weights({"part": 2}, finish={})
+    bodies = engine.bodies(UPDATE)
+    assert [body["chunk"] for body in bodies] == [0, 1, 2]
+    assert len({body["update_id"] for body in bodies}) == 1
+    assert engine.version["epoch"] == client.committed["epoch"] == 1
+
+
+def test_one_call_ends_an_update_that_failed_before_it(engine, client):
+    client.update_weights({"part": 0}, start={})
+    client.update_weights({"part": 0}, start={}, finish={})
+    (ended,) = engine.bodies(ABORT)
+    assert ended["update_id"] == engine.bodies(UPDATE)[0]["update_id"]
+    assert engine.version["epoch"] == 1
+
+
+def test_a_reply_that_comes_after_the_next_update_has_begun_does_not_count(
+    engine, client
+):
+    engine.held[UPDATE] = threading.Event()
+    late = in_background(
+        lambda: client.update_weights({"part": 0}, start={}, finish={})
+    )
+    until(lambda: engine.version["epoch"] == 1)
+    client.start_weight_update()
+    engine.held[UPDATE].set()
+    late.result(timeout=20)
+    client.update_weights({"part": 0})
+    assert engine.bodies(UPDATE)[-1]["chunk"] == 0
+    client.finish_weight_update()
+    assert engine.version["epoch"] == 2
 
 
 def test_an_announcement_applies_to_the_next_update_only(engine, client):

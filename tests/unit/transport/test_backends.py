@@ -230,6 +230,14 @@ class Client:
         self.calls.append("finish")
 
 
+class OneCall(Client):
+    """Opens and commits an update in the call that brings its tensors."""
+
+    def update_weights(self, update_info, *, start=None, finish=None):
+        self.calls.append(("start", start, "finish", finish))
+        super().update_weights(update_info)
+
+
 @pytest.fixture
 def module():
     module = torch.nn.Module()
@@ -239,9 +247,9 @@ def module():
     return module
 
 
-@pytest.fixture
-def client():
-    client = Client(engine())
+@pytest.fixture(params=[Client])
+def client(request):
+    client = request.param(engine())
     yield client
     client.worker.shutdown()
 
@@ -263,6 +271,23 @@ def test_upstreams_trainer_can_drive_our_backend(client, module):
         sending.send_weights()
     sending.shutdown()
     assert client.calls == ["init", *["start", "update", "finish"] * 2]
+    loaded = client.worker.model.loaded
+    assert digests(loaded.items()) == digests(module.named_parameters())
+
+
+@pytest.mark.parametrize("client", [OneCall], indirect=True)
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_client_that_can_gets_one_call_for_an_update(client, module, is_late):
+    sending = begin(client, module)
+    sending.send_weights()
+    client.is_late, client.refusal = is_late, LookupError("not now")
+    with pytest.raises(LookupError, match="not now"):
+        sending.send_weights()
+    client.refusal = None
+    sending.send_weights()
+    sending.shutdown()
+    update = [("start", {}, "finish", {}), "update"]
+    assert client.calls == ["init", *update, *update, "init", *update]
     loaded = client.worker.model.loaded
     assert digests(loaded.items()) == digests(module.named_parameters())
 

@@ -139,6 +139,8 @@ class Controller(Attached):
                 return self.updates.prepare(call)
             case calls.CommitUpdate():
                 return self.commit(call)
+            case calls.AdvanceUpdate():
+                return self.advance(call)
             case calls.AbortUpdate():
                 return self.abort(call)
             case calls.ReadUpdates():
@@ -255,6 +257,17 @@ class Controller(Attached):
                 "deadline_left_s": waits.left_s and round(waits.left_s, 3),
             }
         return report | {"rollback": rollback}
+
+    def advance(self, call: calls.AdvanceUpdate) -> Any:
+        """Make several calls of one update; the answer to the last one.
+
+        No call waits for the answer to the one before, because each rank executes its
+        commands in order. An update that fails answers every call with its error.
+        """
+        answer = None
+        for name, fields in call.calls:
+            answer = self.handle(call_from_dict(name, fields))
+        return answer
 
     def commit(self, call: calls.CommitUpdate) -> Any:
         """Switch to the staged version; the reply of `/finish_weight_update`."""

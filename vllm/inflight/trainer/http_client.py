@@ -45,7 +45,9 @@ class HttpEngine:
         return self._ask("POST", "/start_weight_update", retry_budget, body)
 
     def update(self, body: Reply, retry_budget: RetryBudget) -> Reply:
-        return self._ask("POST", "/update_weights", retry_budget, body)
+        """`POST /update_weights`; a commit with mode `wait` may take long."""
+        reply_s = retry_budget.timeout_s if "finish" in body else None
+        return self._ask("POST", "/update_weights", retry_budget, body, reply_s)
 
     def prepare(self, update_id: str, retry_budget: RetryBudget) -> Reply:
         """`POST /prepare_weight_update`; the reply waits for the verification."""

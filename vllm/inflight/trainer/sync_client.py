@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import operator
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 from vllm.inflight.errors import (
@@ -155,26 +155,32 @@ class ServerClient:
 
         """
         retry_budget = self._end_what_failed()
-        self._update_id, self._num_chunks = uuid.uuid4().hex, 0
-        self._is_open, self._opened = True, self._opening
-        body = {"update_id": self._update_id, **self._opening}
-        if manifest is not None:
-            body["manifest"] = manifest | self._manifest
-        try:
+        body = self._begin({} if manifest is None else {"manifest": manifest})
+        with self._nothing_open_unreached():
             self._ask(self._engine.start, body, retry_budget=retry_budget)
-        except NotReached:
-            self._is_open = False  # nothing has begun, so nothing is to be ended
-            raise
 
     def update_weights(
-        self, update_info: dict[str, Any] | list[dict[str, Any]]
+        self,
+        update_info: dict[str, Any] | list[dict[str, Any]],
+        *,
+        start: dict[str, Any] | None = None,
+        finish: dict[str, Any] | None = None,
     ) -> None:
         """Have a chunk received; returns when every rank has loaded it.
 
+        With `start` the call opens the update first, with `finish` it commits it, and
+        `committed` has the reply.
+
         Args:
             update_info: of the server's backend; of a list, each rank takes its own.
+            start: what `start_weight_update` sends beside what was announced, such as
+                `manifest`; None: the update is open.
+            finish: what `finish_weight_update` sends beside what was announced, such as
+                `weight_version`; None: the update stays open.
 
         Raises:
+            UpdateBusy: another trainer's update is under way.
+            VersionConflict: `base_version` is not what is served.
             WeightsMismatch: tensors are not the model's; `tensors` names them.
             TransferFault: the bytes stopped coming.
             ConfigError: it holds upstream's CUDA IPC handles, which are no JSON.
@@ -187,9 +193,21 @@ class ServerClient:
                 "upstream's backend ipc pickles its handles, which this client does "
                 "not; the backend inflight_ipc lends the same memory without"
             )
-        body = {"update_id": self._update_id, "chunk": self._num_chunks}
-        self._ask(self._engine.update, body | {"update_info": update_info})
-        self._num_chunks += 1
+        retry_budget, opens = None, {}
+        if start is not None:
+            retry_budget = self._end_what_failed()
+            opens = {"start": self._begin(start)}
+        update_id = self._update_id
+        body: Reply = {"update_id": update_id, "chunk": self._num_chunks} | opens
+        body |= {} if finish is None else {"finish": self._closing(finish)}
+        body["update_info"] = update_info
+        with self._nothing_open_unreached() if opens else nullcontext():
+            reply = self._ask(self._engine.update, body, retry_budget=retry_budget)
+        # A call that was given up may be answered when the next update has begun.
+        if self._update_id == update_id:
+            self._num_chunks += 1
+            if finish is not None:
+                self._committed(reply)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Verify and commit; `committed` has the reply.
@@ -203,9 +221,8 @@ class ServerClient:
             InflightError: whatever else the server refused.
 
         """
-        body: Reply = {"update_id": self._update_id}
-        body |= {} if self._mode is None else {"mode": self._mode}
-        body |= {} if weight_version is None else {"weight_version": weight_version}
+        label = {} if weight_version is None else {"weight_version": weight_version}
+        body = {"update_id": self._update_id, **self._closing(label)}
         self._committed(self._ask(self._engine.finish, body))
 
     def abort_weight_update(self) -> None:
@@ -266,6 +283,28 @@ class ServerClient:
     def __exit__(self, *_: object) -> None:
         """Close it, and end what is open."""
         self.close()
+
+    def _begin(self, start: Reply) -> Reply:
+        """Begin another update; the fields of its start."""
+        self._update_id, self._num_chunks = uuid.uuid4().hex, 0
+        self._is_open, self._opened = True, self._opening
+        body = {"update_id": self._update_id} | start | self._opening
+        if (manifest := start.get("manifest")) is not None:
+            body["manifest"] = manifest | self._manifest
+        return body
+
+    def _closing(self, finish: Reply) -> Reply:
+        """The fields of the end of an update."""
+        return ({} if self._mode is None else {"mode": self._mode}) | finish
+
+    @contextmanager
+    def _nothing_open_unreached(self) -> Iterator[None]:
+        """Note that nothing has begun, if the server could not be reached."""
+        try:
+            yield
+        except NotReached:
+            self._is_open = False  # so nothing is to be ended
+            raise
 
     def _abort(self, retry_budget: RetryBudget) -> None:
         self._ask(self._engine.abort, self._update_id, retry_budget=retry_budget)

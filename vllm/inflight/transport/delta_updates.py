@@ -10,8 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,6 @@ from vllm.inflight.errors import (
     BaseMismatch,
     ConfigError,
     DeltaUnsupported,
-    InflightError,
 )
 from vllm.inflight.trainer.delta import (
     MOST_UNSUPPORTED,
@@ -209,23 +207,6 @@ class DeltaUpdates:
             for (name, t), digest in zip(self._tensors.items(), digests, strict=True)
         }
         return PublishedVersion(self._tensors, specs)
-
-
-@contextmanager
-def update_of(client: Any, manifest: dict[str, Any]) -> Iterator[None]:
-    """An update around the transfer of its tensors: committed, or aborted on an error.
-
-    A client with only upstream's four calls cannot abort. It leaves the update to its
-    deadline.
-    """
-    client.start_weight_update(manifest=manifest)
-    try:
-        yield
-        client.finish_weight_update()
-    except BaseException:
-        with suppress(InflightError):  # the first error says more
-            getattr(client, "abort_weight_update", lambda: None)()
-        raise
 
 
 def _takes_manifest(client: Any) -> bool:

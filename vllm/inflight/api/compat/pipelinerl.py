@@ -34,9 +34,7 @@ async def receive(control: Control, request: object) -> Reply:
     async with control.announced(GROUP) as announcement:
         label, info = announced(plain(request), announcement)
         start = StartUpdate(weight_version=label, transport="groups")
-        async with control.in_one_call(start) as started:
-            await control.update(info, started["update_id"], chunk=0)
-            return await control.finish(update_id=started["update_id"])
+        return await control.update_in_one_call([info], start=start, finish={})
 
 
 async def pause_and_update(self: upstream.AsyncLLM, request: object) -> Reply:

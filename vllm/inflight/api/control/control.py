@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import wraps
@@ -158,7 +158,11 @@ class Control:
         return self._client.num_engines
 
     async def start(self, start: calls.StartUpdate) -> Reply:
-        """Open an update on every engine, or on none.
+        """Open an update on every engine, or on none."""
+        return await self._open(await self._ready(start))
+
+    async def _ready(self, start: calls.StartUpdate) -> calls.StartUpdate:
+        """`start` as the engines take it, with an id; a new one spends the allowance.
 
         A manifest is checked and packed here, in slices. After this only the staging
         threads of the ranks read it.
@@ -171,7 +175,9 @@ class Control:
         if not await self._was_started(start.update_id, fingerprint):
             rate_limit.spend()
         # One id for all engines, so that each can be asked about it.
-        start = _with_id(start)
+        return _with_id(start)
+
+    async def _open(self, start: calls.StartUpdate) -> Reply:
         if self.num_engines > 1:
             # First: a start overwrites the rollback target, which another commit that
             # is still under way may need.
@@ -210,12 +216,21 @@ class Control:
 
         A caller that numbers its chunks may repeat a call.
         """
+        received = await self._chunk(update_info, update_id, chunk, owner)
+        return await self._all_or_none(received)
+
+    async def _chunk(
+        self,
+        update_info: object,
+        update_id: str | None,
+        chunk: int | None,
+        owner: str | None,
+    ) -> calls.ReceiveChunk:
+        """The call to receive a chunk; `update_info` is packed in slices."""
         if not isinstance(update_info, dict | list):
             raise Malformed("update_info must be an object, or a list of them")
         info = await self._done(pack(update_info))
-        return await self._all_or_none(
-            calls.ReceiveChunk(info, update_id, chunk, owner)
-        )
+        return calls.ReceiveChunk(info, update_id, chunk, owner)
 
     @shielded
     async def prepare(
@@ -259,15 +274,19 @@ class Control:
 
         """
         prepared = await self._prepare(update_id, owner)
-        update_id = prepared["update_id"]
-        commit = calls.CommitUpdate(
-            update_id,
-            weight_version,
-            mode,
-            flush_cache,
-            expect_version=expect_version,
-            expect_digest=expect_digest,
+        return await self._commit(
+            calls.CommitUpdate(
+                prepared["update_id"],
+                weight_version,
+                mode,
+                flush_cache,
+                expect_version=expect_version,
+                expect_digest=expect_digest,
+            )
         )
+
+    async def _commit(self, commit: calls.CommitUpdate) -> Reply:
+        update_id = commit.update_id
         envelopes = await self._client.call(commit)
         if is_partial(envelopes):
             undo = calls.UndoSwitch(update_id)
@@ -293,16 +312,95 @@ class Control:
 
         Its caller could not know that the update is still under way.
         """
-        start = _with_id(start)
-        started: Reply | None = None
+        start = await self._ready(start)
+        async with self._or_aborted(start):
+            yield await self._open(start)
+
+    @asynccontextmanager
+    async def _or_aborted(self, start: calls.StartUpdate) -> AsyncIterator[None]:
         try:
-            started = await self.start(start)
-            yield started
-        except BaseException as error:
-            # A rejected start may mean another caller's update of the same id.
-            if started or not isinstance(error, InflightError):
-                await self._client.call(calls.AbortUpdate(start.update_id))
+            yield
+        except BaseException:
+            # The fingerprint spares another caller's update of the same id, which may
+            # be why the start was rejected.
+            abort = calls.AbortUpdate(start.update_id, fingerprint=start.fingerprint)
+            await self._client.call(abort)
             raise
+
+    async def update_in_one_call(
+        self,
+        chunks: Sequence[object],
+        *,
+        start: calls.StartUpdate | None = None,
+        finish: dict[str, Any] | None = None,
+        update_id: str | None = None,
+        chunk: int | None = None,
+        owner: str | None = None,
+    ) -> Reply:
+        """Open an update, receive chunks and commit, or a part of that.
+
+        Args:
+            chunks: the `update_info` of each chunk.
+            start: opens the update, which is aborted if this call fails; None: the
+                update is open.
+            finish: options of `finish`, to commit the update; None: it stays open.
+            update_id: the id of the update; None for that of `start`, or for the update
+                under way.
+            chunk: the number of the first chunk, which several chunks need; 0 by
+                default with `start`.
+            owner: the owner of the update; None for that of `start`.
+
+        Returns:
+            The reply of `finish` if there is a `finish`, else that of `update`.
+
+        """
+        if start is not None:
+            start = _with_id(start)
+            update_id, owner = start.update_id, start.owner
+        first: Any = 0 if chunk is None and start is not None else chunk
+        received = [
+            # The engine checks the number that a caller gives.
+            await self._chunk(info, update_id, first + n if n else first, owner)
+            for n, info in enumerate(chunks)
+        ]
+        prepare = None if finish is None else calls.PrepareUpdate(update_id, owner)
+        if start is None:
+            return await self._advance(None, received, prepare, finish or {})
+        start = await self._ready(start)
+        async with self._or_aborted(start):
+            return await self._advance(start, received, prepare, finish or {})
+
+    async def _advance(
+        self,
+        start: calls.StartUpdate | None,
+        received: list[calls.ReceiveChunk],
+        prepare: calls.PrepareUpdate | None,
+        finish: dict[str, Any],
+    ) -> Reply:
+        """Make the calls of one update, and commit it if it is to be prepared.
+
+        A single engine gets all of them at once, up to the commit, and waits for no
+        reply in between. Several engines must all have accepted a call before the next:
+        a trainer would wait for ever if only some of them received its tensors.
+        """
+        if self.num_engines > 1:
+            reply: Reply = {}
+            if start is not None:
+                await self._open(start)
+            for each in received:
+                reply = await self._all_or_none(each)
+            if prepare is None:
+                return reply
+            return await self.finish(
+                **finish, update_id=prepare.update_id, owner=prepare.owner
+            )
+        made = [each for each in (start, *received, prepare) if each is not None]
+        reply = await self._call(
+            calls.AdvanceUpdate([[e.name, calls.call_to_dict(e)] for e in made])
+        )
+        if prepare is None:
+            return reply
+        return await self._commit(calls.CommitUpdate(reply["update_id"], **finish))
 
     async def abort(
         self, update_id: str | None = None, owner: str | None = None

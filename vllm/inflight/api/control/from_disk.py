@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from vllm.inflight.api.control.control import Control
@@ -53,18 +53,17 @@ async def from_disk(
         weight_version=weight_version,
         **options,
     )
+    finish: dict[str, Any] = {"mode": mode, "flush_cache": flush_cache}
+    finish["expect_digest"] = expect_digest
+    if not keep_pause:
+        return await control.update_in_one_call(given, start=start, finish=finish)
     async with control.in_one_call(start) as started:
         update_id = started["update_id"]
         if started["phase"] == "staging":
             for chunk, info in enumerate(given):
                 await control.update(info, update_id, chunk=chunk)
-        async with _paused(control) if keep_pause else nullcontext():
-            return await control.finish(
-                mode=mode,
-                flush_cache=flush_cache,
-                expect_digest=expect_digest,
-                update_id=update_id,
-            )
+        async with _paused(control):
+            return await control.finish(update_id=update_id, **finish)
 
 
 @asynccontextmanager

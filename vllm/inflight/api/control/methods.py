@@ -23,7 +23,8 @@ from vllm.inflight.api.control.core_client import (
 )
 from vllm.inflight.api.control.from_disk import from_disk
 from vllm.inflight.api.control.restore import restore
-from vllm.inflight.api.request.fields import opening
+from vllm.inflight.api.request.fields import fields_of, one_value, opening
+from vllm.inflight.api.request.schema import FINISHING, OPENING
 from vllm.inflight.calls import ReadNames, ReleaseMemory, StartUpdate, UndoRelease
 from vllm.inflight.errors import Conflict, InflightError, Malformed
 from vllm.inflight.releases import fields as release_fields
@@ -148,8 +149,14 @@ async def update_weights(
     update_id: str | None = None,
     chunk: int | None = None,
     owner: str | None = None,
+    *,
+    start: dict[str, Any] | None = None,
+    finish: dict[str, Any] | None = None,
 ) -> Reply:
     """Receive a chunk into the shadow weights; return when every rank has it.
+
+    With `start` the call opens the update first, and aborts it if the call fails. With
+    `finish` it commits the update. With both it is a whole update in one call.
 
     Args:
         self: the engine.
@@ -157,19 +164,39 @@ async def update_weights(
         update_id: the id of the update; None for the update under way.
         chunk: the number of the chunk, from 0. A chunk with a number is received once.
         owner: the owner that `start_weight_update` was given.
+        start: the options of `start_weight_update`; None: the update is open.
+        finish: the options of `finish_weight_update`; None: the update stays open.
 
     Returns:
-        `{"update_id", "phase", "bytes", "parameters"}`.
+        `{"update_id", "phase", "bytes", "parameters"}`; with `finish` the reply of
+        `finish_weight_update`.
 
     Raises:
+        Malformed: an option is unknown, or ids or owners differ.
         WeightsMismatch: the model does not accept tensors; `tensors` names them.
         TransferFault: the transfer broke off.
         DeadlineExceeded: the update took longer than `deadline_s`.
         WrongPhase: no update is open.
 
     """
-    return await control_of(self).update(
-        _field(request, "update_info"), update_id, chunk, owner
+    control, info = control_of(self), _field(request, "update_info")
+    if start is None and finish is None:
+        return await control.update(info, update_id, chunk, owner)
+    opens, commits = {}, {}
+    if start is not None:
+        opens = fields_of("start", start, OPENING, release_fields.START)
+    if finish is not None:
+        commits = fields_of("finish", finish, FINISHING)
+    ids = {
+        name: one_value(name, given, opens.pop(name, None), commits.pop(name, None))
+        for name, given in (("update_id", update_id), ("owner", owner))
+    }
+    return await control.update_in_one_call(
+        [info],
+        start=None if start is None else StartUpdate(**opens, **ids),
+        finish=None if finish is None else commits,
+        chunk=chunk,
+        **ids,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from vllm.inflight.api.request.schema import OPENING, Schema
@@ -22,9 +23,10 @@ WORDS = FLAGS | {
 
 
 class Fields:
-    """The body of one request; a field that is null counts as left out."""
+    """The body of one request, or an object in it; a null field counts as left out."""
 
-    def __init__(self, body: dict[str, Any]) -> None:
+    def __init__(self, body: dict[str, Any], owner: str = "this route") -> None:
+        self._owner = owner
         self._left = {name: value for name, value in body.items() if value is not None}
         self._known: list[str] = []
 
@@ -97,7 +99,7 @@ class Fields:
         for name in self._left:
             if name not in known:
                 named = ", ".join(known) or "none"
-                raise Malformed(f"unknown field {name!r}; this route takes {named}")
+                raise Malformed(f"unknown field {name!r}; {self._owner} takes {named}")
         return dict(self._left)
 
     def described(self, schemas: Mapping[str, Schema], *names: str) -> dict[str, Any]:
@@ -112,6 +114,41 @@ class Fields:
             and (value := self.flag(name, None)) is not None
         }
         return self.only(*schemas, *names) | flags
+
+
+def fields_of(
+    name: str,
+    value: object,
+    schemas: Mapping[str, Schema],
+    table: Mapping[str, ReleaseField] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """The fields of the object `name` within a request; `table` as for `settle`.
+
+    Raises:
+        Malformed: it is no object, or one of its fields is unknown or malformed.
+
+    """
+    if not isinstance(value, dict):
+        raise Malformed(f"{name} must be an object, got {value!r:.80}")
+    fields = Fields(value, name)
+    fields.settle(table)
+    return fields.described(schemas)
+
+
+def one_value(name: str, *given: object) -> Any:
+    """The value of a field that a request may give in several places; None without one.
+
+    Raises:
+        Malformed: the places give different values.
+
+    """
+    values = [value for value in given if value is not None]
+    for value in values[1:]:
+        if value != values[0]:
+            raise Malformed(
+                f"{name} is given twice, as {values[0]!r:.80} and as {value!r:.80}"
+            )
+    return values[0] if values else None
 
 
 def opening(options: dict[str, Any], *others: str) -> dict[str, Any]:

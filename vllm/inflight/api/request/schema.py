@@ -48,6 +48,8 @@ TEXTS = {
     "expect_digest": "The commit is rejected unless the new version has this digest.",
     "expect_version": "The commit is rejected unless this is the label of the live "
     "version.",
+    "finish": "Commits the update with this call: the body of `/finish_weight_update`, "
+    "whose reply is then the reply of this call.",
     "flush_cache": "Whether to drop the caches at the commit. Without a mode it means "
     "`retract`.",
     "group_name": "Name of the group.",
@@ -84,6 +86,8 @@ TEXTS = {
     "started for them.",
     "shapes": "Shapes of the tensors, in the order of `names`.",
     "skip_tensor_list": "Names of tensors to leave out.",
+    "start": "Opens the update with this call: the body of `/start_weight_update`. If "
+    "the call then fails, the update is aborted.",
     "subset": "Patterns of the names in the checkpoint, if it does not have all "
     "tensors. The other tensors keep their live values.",
     "tags": "What to release or to resume. Left out: everything.",
@@ -188,6 +192,8 @@ FIELDS: dict[str, dict[str, Schema]] = {
             "update_id": TEXT,
             "chunk": COUNT,
             "owner": NAME,
+            "start": OBJECT | {"properties": OPENING},
+            "finish": OBJECT | {"properties": FINISHING},
         }
     ),
     "/prepare_weight_update": _explained({"update_id": TEXT, "owner": NAME}),

@@ -100,7 +100,7 @@ STATUSES: dict[str, tuple[int, ...]] = {
     "/shutdown_weight_transfer_engine": _TRANSPORT,
     "/start_weight_update": (409, 422, 423, 429, 500, 504),
     "/start_draft_weight_update": (409, 422, 423, 429, 500, 504),
-    "/update_weights": _UPDATE,
+    "/update_weights": _WHOLE_UPDATE,
     "/prepare_weight_update": _UPDATE,
     "/finish_weight_update": _UPDATE,
     "/abort_weight_update": (404, 409, 423, 500),

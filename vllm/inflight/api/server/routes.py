@@ -23,7 +23,11 @@ from vllm.inflight import upstream
 from vllm.inflight.api.compat import framework_routes, pipelinerl, queries, sglang
 from vllm.inflight.api.control.control import Control
 from vllm.inflight.api.control.core_client import Reply
-from vllm.inflight.api.control.methods import control_of, start_draft_weight_update
+from vllm.inflight.api.control.methods import (
+    control_of,
+    start_draft_weight_update,
+    update_weights,
+)
 from vllm.inflight.api.control.methods import pause_generation as pause_engine
 from vllm.inflight.api.control.restore import restore, restore_at_start, tried
 from vllm.inflight.api.request import auth, control_port, rate_limit
@@ -121,10 +125,9 @@ async def _start_draft(engine: upstream.EngineClient, body: dict[str, Any]) -> R
 async def _update(engine: upstream.EngineClient, body: dict[str, Any]) -> Reply:
     """Receive a chunk; the reply comes when every rank has it."""
     fields = Fields(body)
-    info = fields.needed("update_info")
-    return await _control(engine).update(
-        info, **fields.only("update_id", "chunk", "owner")
-    )
+    info = {"update_info": fields.needed("update_info")}
+    names = ("update_id", "chunk", "owner", "start", "finish")
+    return await update_weights(engine, info, **fields.only(*names))
 
 
 async def _prepare(engine: upstream.EngineClient, body: dict[str, Any]) -> Reply:

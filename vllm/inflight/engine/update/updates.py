@@ -243,8 +243,18 @@ class Updates:
         """Abort an update; the live weights do not change. The call may be repeated.
 
         With `call.error`, the update ends with that error of another engine.
+
+        Raises:
+            Conflict: another body has started the update of this id.
+
         """
         update = self.ledger.find(call.update_id, check_owner(call.owner))
+        if call.fingerprint not in (None, update.fingerprint):
+            raise Conflict(
+                f"update {update.update_id!r} was started with another body",
+                phase=update.phase.value,
+                update_id=update.update_id,
+            )
         if update.is_active:
             refusal = call.error
             reason = None if refusal is None else InflightError.from_dict(refusal)

@@ -21,8 +21,9 @@ from vllm.inflight.transport.buckets.tensor_list import Pair, TensorList
 from vllm.inflight.transport.buckets.tensor_slices import Shard
 from vllm.inflight.transport.collective.connect import open_group
 from vllm.inflight.transport.collective.rendezvous import Rendezvous
-from vllm.inflight.transport.delta_updates import DeltaUpdates, update_of
+from vllm.inflight.transport.delta_updates import DeltaUpdates
 from vllm.inflight.transport.group import Terms
+from vllm.inflight.transport.update_calls import UpdateCalls, update_of
 from vllm.inflight.transport.waiting import WaitLimit, in_background
 
 
@@ -138,7 +139,7 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
         return trainer
 
     def send_weights(self) -> None:
-        """Run one update on every engine: start, send, finish.
+        """Run one update on every engine: open it, send, commit.
 
         Errors of the engines are raised here too.
 
@@ -167,9 +168,8 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
                 return
             self.deltas.forget()
             self._reconnect()
-            self.client.start_weight_update()
-            self._send(tensor_list, gathered)
-        self.client.finish_weight_update()
+            with update_of(self.client) as calls:
+                self._send(tensor_list, gathered, calls)
 
     def shutdown(self) -> None:
         """Leave the group."""
@@ -180,17 +180,19 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
     def _transfer(self, manifest: dict[str, Any], pairs: list[Pair]) -> None:
         """One update that has a manifest."""
         self._reconnect()
-        with update_of(self.client, manifest):
-            self._send(TensorList.of(pairs), pairs)
+        with update_of(self.client, manifest) as calls:
+            self._send(TensorList.of(pairs), pairs, calls)
 
     def _reconnect(self) -> None:
         if self._sender is None or self._sender.group.ended is not None:
             self._connect()
 
-    def _send(self, tensor_list: TensorList, tensors: Iterable[Pair]) -> None:
+    def _send(
+        self, tensor_list: TensorList, tensors: Iterable[Pair], calls: UpdateCalls
+    ) -> None:
         assert self._sender is not None
         update_info = tensor_list.update_info
-        answer = in_background(lambda: self.client.update_weights(update_info))
+        answer = in_background(lambda: calls.update(update_info, is_last=True))
 
         def has_failed() -> bool:
             return answer.done() and answer.exception() is not None

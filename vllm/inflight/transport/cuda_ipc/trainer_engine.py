@@ -7,21 +7,20 @@ tensors. The other ranks of a trainer take part in gathering them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
 
 from vllm.inflight import upstream
-from vllm.inflight.errors import InflightError
 from vllm.inflight.releases.table import adapter
 from vllm.inflight.trainer.sources.stream import gathering
 from vllm.inflight.transport.buckets.tensor_list import Pair, TensorList
 from vllm.inflight.transport.collective.trainer_engine import join_gathering
 from vllm.inflight.transport.cuda_ipc.driver import CudaMemory, SharedMemory
 from vllm.inflight.transport.cuda_ipc.handles import Exports
-from vllm.inflight.transport.delta_updates import DeltaUpdates, update_of
+from vllm.inflight.transport.delta_updates import DeltaUpdates
+from vllm.inflight.transport.update_calls import update_of
 
 
 @dataclass
@@ -107,7 +106,7 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
         return trainer
 
     def send_weights(self) -> None:
-        """Run one update on every engine: start, lend every chunk, finish.
+        """Run one update on every engine: open it, lend every chunk, commit.
 
         Errors of the engines are raised here too.
 
@@ -127,7 +126,6 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
                 return
             self.deltas.forget()
             self._lend(gathered)
-        self.client.finish_weight_update()
 
     def shutdown(self) -> None:
         """Do nothing: no state is kept between two updates."""
@@ -137,26 +135,21 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
         assert self.deltas is not None
         # The tables of a delta are made on the host.
         on_device = ((name, t.to(self.deltas.device)) for name, t in pairs)
-        with update_of(self.client, manifest):
-            for update_info, _ in map(self._lendable, self._chunks(on_device)):
-                self.client.update_weights(update_info)
+        chunks = list(self._chunks(on_device))  # all tensors are in memory anyway
+        with update_of(self.client, manifest) as calls:
+            for number, (update_info, _) in enumerate(map(self._lendable, chunks), 1):
+                calls.update(update_info, is_last=number == len(chunks))
 
     def _lend(self, gathered: Iterator[Pair]) -> None:
         # The first chunk is gathered before the update starts.
         lendable = map(self._lendable, self._chunks(gathered))
         ready = next(lendable, None)
-        self.client.start_weight_update()
-        try:
+        with update_of(self.client) as calls:
             while ready is not None:
-                self.client.update_weights(ready[0])
+                # Which chunk is the last is known when the next one is gathered.
+                calls.update(ready[0], is_last=False)
                 ready = None  # frees its tensors before the next ones are gathered
                 ready = next(lendable, None)
-        except BaseException:
-            # Without an abort, the next start would find this update open. A client
-            # with only upstream's four calls leaves it to the update's deadline.
-            with suppress(InflightError):  # the first error says more
-                getattr(self.client, "abort_weight_update", lambda: None)()
-            raise
 
     def _lendable(self, chunk: list[Pair]) -> tuple[dict[str, Any], list[Pair]]:
         """The `update_info` of a chunk, and the chunk, which must outlive the call."""
