@@ -15,6 +15,9 @@ from vllm.inflight.ops.triton_kernels import change_terms
 BLOCK = 4096
 """Elements that a program compares."""
 
+AT_ONCE = 256
+"""Elements that a program has logged, and adds to the sums at once."""
+
 DIMS = 4
 """Most dimensions of a copy that are longer than one; those of destinations.py."""
 
@@ -69,21 +72,26 @@ def _compared(
 
 # No argument is specialised, because compiling holds the interpreter's lock. The kernel
 # that was compiled at start-up has to fit every tensor.
-@triton.jit(do_not_specialize_on_alignment=["rows", "owners", "counts"])
+@triton.jit(do_not_specialize_on_alignment=["rows", "owners", "counts", "totals"])
 def _count(
     rows,
     owners,
     counts,
+    totals,
     INTEGER: tl.constexpr,
     BLOCK: tl.constexpr,
     DIMS: tl.constexpr,
     IS_FLAT: tl.constexpr,
 ):
     program = tl.program_id(0)
-    row = rows + tl.load(owners + program).to(tl.int64) * (8 + 3 * DIMS)
+    owner = tl.load(owners + program).to(tl.int64)
+    row = rows + owner * (8 + 3 * DIMS)
     block = program - tl.load(row + 3).to(tl.int32)
     _, _, _, differs = _compared(row, block, INTEGER, BLOCK, DIMS, IS_FLAT)
-    tl.store(counts + program, tl.sum(differs.to(tl.int32), 0))
+    num = tl.sum(differs.to(tl.int32), 0)
+    tl.store(counts + program, num)
+    if num > 0:
+        tl.atomic_add(totals + owner, num.to(tl.int64))
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "owners", "ends", "sums"])
@@ -97,32 +105,47 @@ def _log(
     BLOCK: tl.constexpr,
     DIMS: tl.constexpr,
     IS_FLAT: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
     program = tl.program_id(0)
     row = rows + tl.load(owners + program).to(tl.int64) * (8 + 3 * DIMS)
     first_program = tl.load(row + 3).to(tl.int32)
     # `ends` has a zero before the count of the first program.
     begin = tl.load(ends + program)
-    offsets = tl.load(row + 5)
-    if (tl.load(ends + program + 1) > begin) & (offsets != 0):
+    num = tl.load(ends + program + 1) - begin
+    first = begin - tl.load(ends + first_program)
+    start = tl.load(row + 4)
+    if (num > 0) & (tl.load(row + 5) != 0):
+        offsets = tl.load(row + 5).to(tl.pointer_type(tl.int32)) + first
+        bits = tl.load(row + 6).to(tl.pointer_type(INTEGER)) + first
         block = program - first_program
-        to, new, served, differs = _compared(row, block, INTEGER, BLOCK, DIMS, IS_FLAT)
-        number = begin - tl.load(ends + first_program)
-        number += tl.cumsum(differs.to(tl.int32), 0).to(tl.int64) - 1
-        offset = (to + tl.load(row + 4)).to(tl.int32)
-        tl.store(offsets.to(tl.pointer_type(tl.int32)) + number, offset, mask=differs)
-        bits = tl.load(row + 6).to(tl.pointer_type(INTEGER))
+        to, new, _, differs = _compared(row, block, INTEGER, BLOCK, DIMS, IS_FLAT)
+        number = tl.cumsum(differs.to(tl.int32), 0) - 1
+        tl.store(offsets + number, (to + start).to(tl.int32), mask=differs)
         tl.store(bits + number, new, mask=differs)
-        place = (number + tl.load(row + 7)) * WIDTH
-        a, b = change_terms(place, served.to(tl.int64), new.to(tl.int64), WIDTH)
-        tl.atomic_add(sums, tl.sum(tl.where(differs, a, 0), 0))
-        tl.atomic_add(sums + 1, tl.sum(tl.where(differs, b, 0), 0))
-        tl.atomic_add(sums + 2, tl.sum(differs.to(tl.int64), 0))
+        # What is logged is few: the terms of the others need not be computed.
+        tl.debug_barrier()
+        param = (tl.load(row + 1) - start * WIDTH).to(tl.pointer_type(INTEGER))
+        place = tl.load(row + 7) + first
+        a = tl.zeros((AT_ONCE,), tl.int64)
+        b = tl.zeros((AT_ONCE,), tl.int64)
+        for done in range(0, num, AT_ONCE):
+            at = done + tl.arange(0, AT_ONCE)
+            inside = at < num
+            offset = tl.load(offsets + at, mask=inside, other=0)
+            now = tl.load(bits + at, mask=inside, other=0).to(tl.int64)
+            served = tl.load(param + offset, mask=inside, other=0).to(tl.int64)
+            c, d = change_terms((place + at) * WIDTH, served, now, WIDTH)
+            a += tl.where(inside, c, 0)
+            b += tl.where(inside, d, 0)
+        tl.atomic_add(sums, tl.sum(a, 0))
+        tl.atomic_add(sums + 1, tl.sum(b, 0))
+        tl.atomic_add(sums + 2, num)
 
 
 def count(
     rows: torch.Tensor, owners: torch.Tensor, width: int, *, is_flat: bool
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Count the elements that differ.
 
     Args:
@@ -133,20 +156,21 @@ def count(
             of 16 elements, of which there are a multiple of 16.
 
     Returns:
-        the number of them up to the end of each program, after a zero; int64
-        [programs + 1].
+        the number of them up to the end of each program, after a zero, int64
+        [programs + 1]; and their number in each row, int64 [copies].
 
     """
     counts = torch.zeros(len(owners) + 1, dtype=torch.int32, device=rows.device)
+    totals = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
     _count[(len(owners),)](
-        *(rows, owners, counts[1:]),
+        *(rows, owners, counts[1:], totals),
         INTEGER=INTEGERS[width],
         BLOCK=BLOCK,
         DIMS=DIMS,
         IS_FLAT=is_flat,
         num_warps=8,
     )
-    return counts.cumsum(0, dtype=torch.int64)
+    return counts.cumsum(0, dtype=torch.int64), totals
 
 
 def log(
@@ -164,7 +188,7 @@ def log(
         rows: as of `count`, with addresses of the log; an address of 0 for a row that
             there is no room for.
         owners: as of `count`.
-        ends: what `count` returned.
+        ends: the first of what `count` returned.
         sums: of the log, see change_log.py.
         width: bytes of an element.
         is_flat: as of `count`.
@@ -177,5 +201,6 @@ def log(
         BLOCK=BLOCK,
         DIMS=DIMS,
         IS_FLAT=is_flat,
+        AT_ONCE=AT_ONCE,
         num_warps=8,
     )

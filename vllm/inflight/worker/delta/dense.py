@@ -121,11 +121,9 @@ def compare_on_device(
     table[:, 8:] = [row.steps for row in rows]
     num_programs = -(-table[:, 2] // kernels.BLOCK)
     on_device, owners = launch_table(table, 3, num_programs, log.device)
-    ends = kernels.count(on_device, owners, width, is_flat=is_flat)
-    # This waits until they are counted: the log has to know how much room they take.
-    last = to_device(table[:, 3] + num_programs, log.device)
-    totals = np.diff(ends[last].cpu().numpy(), prepend=0)
+    ends, totals = kernels.count(on_device, owners, width, is_flat=is_flat)
     is_any = False
+    # This waits until they are counted: the log has to know how much room they take.
     for row, own, num in zip(rows, table, totals.tolist(), strict=True):
         if not num:
             continue

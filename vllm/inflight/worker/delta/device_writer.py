@@ -144,8 +144,9 @@ class DeviceWriter:
 
         """
         held: list[torch.Tensor] = []
-        groups = list(changes)
-        for row in np.flatnonzero(self._is_cut[copy]).tolist():
+        cut = np.flatnonzero(self._is_cut[copy]).tolist()
+        groups = list(changes) if cut else []
+        for row in cut:
             copied, own = self._copies[copy[row]], groups[group[row]]
             _, is_here = follow(own.places, copied.part, copied.view)
             (chosen,) = is_here.nonzero(as_tuple=True)

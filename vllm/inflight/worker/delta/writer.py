@@ -16,6 +16,7 @@ change are those of the served version, whose digest is known.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
 
@@ -189,9 +190,9 @@ class DeltaWriter:
                 found.append((spec.name, Cause.NOT_FINITE, why))
         return found
 
-    @property
+    @functools.cached_property
     def params(self) -> set[str]:
-        """The parameters that the delta writes."""
+        """The parameters that the delta writes; known when it has begun."""
         return {param for places in self._places for param in places.params}
 
     def shares(self) -> list[int] | None:

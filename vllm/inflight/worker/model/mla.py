@@ -22,6 +22,11 @@ def is_derived(layer: torch.nn.Module, key: str) -> bool:
     return key in HALVES and isinstance(layer, upstream.MLAAttention)
 
 
+def is_latent(layer: torch.nn.Module) -> bool:
+    """Whether a layer is latent attention."""
+    return isinstance(layer, upstream.MLAAttention)
+
+
 def derived_obstacle(layer: object) -> str | None:
     """Why a layer with derived parameters cannot be updated; None if it can."""
     if not isinstance(layer, upstream.MLAAttention):

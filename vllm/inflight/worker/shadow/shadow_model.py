@@ -452,7 +452,19 @@ class ShadowModel:
         Upstream's end of a reload would warn about each, and would finish some of them.
         """
         assert self.module is not None
-        layerwise_reload.release(self.module, lambda info: not info.load_numel)
+        if parameters.reloaded(self.module):  # most models have no layer to reload
+            layerwise_reload.release(self.module, lambda info: not info.load_numel)
+
+    def derive(self) -> None:
+        """Compute again what loading computes from other parameters."""
+        if self._has_latent:
+            assert self.module is not None
+            mla.derive(self.module, self.model_config.dtype)
+
+    @functools.cached_property
+    def _has_latent(self) -> bool:
+        assert self.module is not None
+        return any(map(mla.is_latent, self.module.modules()))
 
     def reset(self) -> None:
         """Leave a load that did not end, so that the next one starts clean."""
@@ -465,13 +477,21 @@ class ShadowModel:
         Upstream's loader of classifiers adds a parameter when a bias arrives. The live
         model has none, so the two trees would differ.
         """
+        for of_layer, key in self._absent:
+            of_layer[key] = None
+
+    @functools.cached_property
+    def _absent(self) -> list[tuple[dict[str, torch.nn.Parameter | None], str]]:
+        """The parameters that layers have a name for, and the live model has not."""
         assert self.module is not None
         of_live = (layer for _, layer in layers(self.live))
         of_second = (layer for _, layer in layers(self.module))
-        for a, b in zip(of_live, of_second, strict=True):
-            for key, param in a._parameters.items():
-                if param is None:
-                    b._parameters[key] = None
+        return [
+            (b._parameters, key)
+            for a, b in zip(of_live, of_second, strict=True)
+            for key, param in a._parameters.items()
+            if param is None
+        ]
 
 
 def shadow_of(worker: upstream.WorkerBase, live: torch.nn.Module) -> ShadowModel:

@@ -35,7 +35,6 @@ from vllm.inflight.transport.collective.nccl import still_writes
 from vllm.inflight.transport.files.receiver_engine import LocalUpdateInfo
 from vllm.inflight.transport.rank_numbers import own_entry, worker_index
 from vllm.inflight.update import Manifest
-from vllm.inflight.worker.model.mla import derive
 from vllm.inflight.worker.model.quantized import require_same_numbers
 from vllm.inflight.worker.shadow.carry_over import copy_unsent, layer_siblings, retie
 from vllm.inflight.worker.staging.coverage import tally
@@ -415,7 +414,7 @@ class StagingThread(Background):
         try:
             if shadow.log is None:  # else the parameters that were not sent just stay
                 carried = copy_unsent(shadow, begun | intake.written, self._between)
-            derive(shadow.module, self._worker.model_config.dtype)
+            shadow.derive()
         finally:
             # The next update may write to the same places from another stream.
             self._stager.drain()

@@ -36,10 +36,17 @@ class Content:
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """The tensors themselves, on the CPU build, for deltas to start from. There the
     served weights are packed, so that no element has a place of its own."""
+    _digests: list[str] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
+    """The manifest digest, once it was asked for: the next delta asks again."""
 
     def digest(self) -> str:
         """The manifest digest over all tensors."""
-        return ops.manifest_digest((name, *facts) for name, facts in self.facts.items())
+        if not self._digests:
+            facts = ((name, *facts) for name, facts in self.facts.items())
+            self._digests.append(ops.manifest_digest(facts))
+        return self._digests[0]
 
     def of_target(self) -> Content:
         """The content without the drafter, which decides no token."""
