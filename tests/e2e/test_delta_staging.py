@@ -279,6 +279,29 @@ def test_a_call_of_the_workers_that_writes_ends_the_update_and_the_next_one_is_w
     assert on_old.verify_weights()["result"] == "equal"
 
 
+def fail_as_it_writes(worker: Any) -> None:
+    for param in list(worker.model_runner.get_model().parameters())[::2]:
+        param.data.fill_(7.0)
+    raise RuntimeError("it broke off")
+
+
+def test_weights_that_a_failed_call_has_lost_are_filled_by_the_next_version(
+    on_old, new, fresh, tmp_path
+):
+    with pytest.raises(RuntimeError, match="it broke off"):
+        on_old.collective_rpc(fail_as_it_writes)
+    assert on_old.weight_info()["weights"] == "gone"
+    bits = load_file(new / "model.safetensors")
+    bits["model.norm.weight"][3] = torch.nan
+    save_file(bits, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsMismatch, match="NaN"):
+        on_old.update_weights_from_disk(str(tmp_path))
+    assert on_old.weight_info()["weights"] == "gone"
+    on_old.update_weights_from_disk(str(new), "new")
+    assert greedy(on_old) == fresh
+    assert on_old.verify_weights()["result"] == "equal"
+
+
 def test_a_log_that_is_too_small_rejects_the_update_with_the_numbers(
     start, old, new, weights, tmp_path
 ):
@@ -343,6 +366,7 @@ def test_two_ranks_serve_what_deltas_and_whole_versions_lead_to(old):
     assert seen["rolled back"] == wholes[-3]
     assert seen["after that"] == [True, *wholes[-1]]
     assert seen["scrubbed"] == "equal"
+    assert (seen["lost"], seen["filled"]) == ("gone", wholes[-1])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU packs nothing")

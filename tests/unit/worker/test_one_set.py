@@ -42,7 +42,6 @@ def test_a_plain_model_has_none():
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
         ({"data_parallel_size": 2}, "--data-parallel-size"),
         ({"enable_expert_parallel": True}, "--enable-expert-parallel"),
-        ({"enable_sleep_mode": True}, "--enable-sleep-mode"),
         (
             {"speculative_config": SimpleNamespace(method="eagle")},
             "--speculative-config with a drafter that has weights",

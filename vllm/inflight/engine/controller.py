@@ -223,7 +223,7 @@ class Controller(Attached):
         if (known := self.updates.ledger.started(call)) is not None:
             return known.state()
         self.may_start(call.update_id)
-        return self.updates.start(call)
+        return self.updates.start(call, are_lost=self.sleep.weights == "gone")
 
     def abort(self, call: calls.AbortUpdate) -> dict[str, Any]:
         """End an update.
@@ -422,6 +422,7 @@ class Controller(Attached):
             self.pauses.give_up(error, update)
             if self.dp_commit.is_armed_for(update):
                 self.dp_commit.disarm(error)
+            self.outside_writes.take_back_fill()
 
         self.step_queue.submit(give_up)
 

@@ -25,7 +25,6 @@ def one_set_obstacle(
         "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
         "--data-parallel-size": parallel.data_parallel_size > 1,
         "--enable-expert-parallel": parallel.enable_expert_parallel,
-        "--enable-sleep-mode": vllm_config.model_config.enable_sleep_mode,
         "--inflight-journal": bool(InflightConfig.of(vllm_config).journal),
         "--speculative-config with a drafter that has weights": drafting is not None
         and drafting.method not in DRAFTERS_WITHOUT_WEIGHTS,

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from vllm.inflight import ops
-from vllm.inflight.errors import ChangeLogFull
+from vllm.inflight.errors import ChangeLogFull, OutOfDeviceMemory
 
 ALIGNMENT = 8
 """Bytes at whose multiples offsets and bits begin."""
@@ -54,14 +54,15 @@ class ChangeLog:
 
     Args:
         device: of the live weights.
-        capacity: bytes of its memory, which is allocated here and never again.
+        capacity: bytes of its memory, which is allocated here. It is given back for a
+            sleep alone.
 
     """
 
     def __init__(self, device: torch.device, capacity: int) -> None:
         self.device = device
         self.capacity = capacity
-        self._memory = torch.empty(capacity, dtype=torch.uint8, device=device)
+        self._memory: torch.Tensor | None = None
         self.number = 0
         """Changes whenever the log is emptied."""
         self.stretches: list[Logged] = []
@@ -72,6 +73,26 @@ class ChangeLog:
         self._num_counted = 0
         self.sums: torch.Tensor | None = None
         """On a GPU: the sums over elements whose bits the host has not seen."""
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Get memory, unless there is some; raises `OutOfDeviceMemory`."""
+        if self._memory is not None:
+            return
+        try:
+            self._memory = torch.empty(
+                self.capacity, dtype=torch.uint8, device=self.device
+            )
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            raise OutOfDeviceMemory(
+                f"there is no memory for a log of {self.capacity} bytes: {error}",
+                missing_bytes=self.capacity,
+            ) from error
+
+    def free(self) -> None:
+        """Give the memory back; `allocate` gets it again."""
+        self.clear()
+        self._memory = None
 
     def clear(self) -> None:
         """Empty the log: there is no way back any more."""
@@ -109,6 +130,7 @@ class ChangeLog:
         self.num_bytes = bits_at + _aligned(width * num)
         if not self.has_room:
             return None
+        assert self._memory is not None
         offsets = self._memory[at : at + 4 * num].view(torch.int32)
         bits = self._memory[bits_at : bits_at + width * num].view(ops.INTEGERS[width])
         logged = Logged(param, width, offsets, bits, first)

@@ -27,7 +27,7 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.errors import ArenaTorn, ConfigError
+from vllm.inflight.errors import ArenaTorn, ConfigError, OutOfDeviceMemory
 from vllm.inflight.ops import gpu_digest
 from vllm.inflight.tensor_names import Known
 from vllm.inflight.transport.buckets.reassembly import Destination
@@ -199,8 +199,8 @@ class ShadowModel:
         capacity = capacity_of(self._config.delta_gib, self.nbytes)
         try:
             self.log = ChangeLog(self.device, capacity)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            return f"there is no memory for a log of {capacity} bytes: {error}"
+        except OutOfDeviceMemory as error:
+            return str(error)
         return None
 
     def _note_parameters(self) -> None:
@@ -345,14 +345,16 @@ class ShadowModel:
         flip; it is set to show the shadow weights again.
         """
         self._drop_added()
-        if self.arenas:
+        if self.log is not None:
+            self.pair()
+        elif self.arenas:
             self.pair()
             for arena in self.arenas:
                 arena.settle()
         elif self.busy is not None:
             self.busy.synchronize()
             self.busy = None
-        elif self.device.type == "cpu" and self.log is None:
+        elif self.device.type == "cpu":
             assert self.module is not None
             if not self._processed:
                 parameters.mirror_processed(
@@ -434,12 +436,14 @@ class ShadowModel:
 
     def pair(self) -> None:
         """Give the shadow range memory again after a sleep, as a copy of the live
-        weights.
+        weights; with delta staging, give it to the log.
 
         Raises:
             OutOfDeviceMemory: memory is missing; the error says how much.
 
         """
+        if self.log is not None:
+            self.log.allocate()
         for arena in self.arenas:
             if arena.phase != "paired":
                 arena.pair()

@@ -33,6 +33,7 @@ from vllm.inflight.transport.buckets.reassembly import Destination
 from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.update import Manifest, TensorSpec
 from vllm.inflight.worker.delta.dense import log_differences
+from vllm.inflight.worker.delta.fill import fill
 from vllm.inflight.worker.delta.whole_tensors import DeltaTensors
 from vllm.inflight.worker.delta.writer import DeltaWriter
 from vllm.inflight.worker.model.classifier import SCORE
@@ -61,6 +62,8 @@ class UpdateLoader:
         between_flips: context in which no flip exchanges live and shadow weights.
         served: the content of the live weights, if it is known tensor by tensor.
         between: called while weights are copied, with the bytes copied so far.
+        fills: with delta staging, whether the live weights are lost, and are filled in
+            place.
 
     """
 
@@ -77,8 +80,10 @@ class UpdateLoader:
         between_flips: Callable[[], AbstractContextManager[None]] = nullcontext,
         served: Content | None = None,
         between: Callable[[int], None] = lambda num_bytes: None,
+        fills: bool = False,
     ) -> None:
         self._shadow = shadow
+        self._fills = fills
         self._manifest = manifest
         self._verify = verify
         self._allow_nonfinite = allow_nonfinite
@@ -318,7 +323,7 @@ class UpdateLoader:
                     self._checks.note_cut(name, entry.num_unread)
                 elif self._shadow.log is not None:
                     if coverage.num_loads > before and not self._checks.is_rejected:
-                        self._log_new(name, tensor, entry)
+                        self._take_new(name, tensor, entry)
                 elif self._shadow.plan.entry(name, tensor) is None:
                     self._shadow.plan.keep(name, entry)
                 # A transport reuses memory that no tensor refers to.
@@ -326,8 +331,8 @@ class UpdateLoader:
                 del tensor
             self._progress(self.num_bytes, self._checks.num_seen)
 
-    def _log_new(self, name: str, tensor: torch.Tensor, entry: Entry) -> None:
-        """Log a tensor that the destination table did not have in this form.
+    def _take_new(self, name: str, tensor: torch.Tensor, entry: Entry) -> None:
+        """Log or fill in a tensor of a form that the destination table did not have.
 
         Args:
             name: of the tensor.
@@ -357,11 +362,16 @@ class UpdateLoader:
                 remedy="Send the tensor as the start checkpoint has it, or start the "
                 "engine with another --inflight-staging.",
             )
-        self._log_known(entry, tensor)
+        self._take_known([(entry, tensor)])
 
-    def _log_known(self, entry: Entry, tensor: torch.Tensor) -> None:
+    def _take_known(self, known: Sequence[tuple[Entry, torch.Tensor]]) -> None:
+        """Log what differs from the live weights; fill it in if these are lost."""
         assert self._shadow.log is not None
-        log_differences(self._shadow.log, self._live, entry, tensor)
+        if self._fills:
+            fill(self._live, known)
+            return
+        for entry, tensor in known:
+            log_differences(self._shadow.log, self._live, entry, tensor)
 
     def _without_head(self, accepted: list[Pair]) -> list[Pair]:
         """Load the score of a classifier, if the tensor it is made of has come.
@@ -426,8 +436,8 @@ class UpdateLoader:
                 self._renamed.update(param for param, _ in entry.filled)
         if self._shadow.log is None:
             replay(known)
-        for entry, tensor in known if self._shadow.log is not None else ():
-            self._log_known(entry, tensor)
+        else:
+            self._take_known(known)
         return fresh
 
     def _drawn(self, weights: Iterable[Pair]) -> Iterator[list[Pair]]:

@@ -100,6 +100,8 @@ class StagingThread(Background):
         self._is_open = self._transport_open = False
         """Whether an update may have written to the shadow weights; whether a transport
         is loading into them."""
+        self._fills = False
+        """Whether the live weights are lost, and are filled in place."""
         self._log_number: int | None = None
         """Of the log of delta staging, when it was emptied for this update."""
         self._status = Status(serial, "open")
@@ -206,6 +208,7 @@ class StagingThread(Background):
         self._post(state="staging")
         # Of a set that a rollback can return to, this changes no byte.
         self._shadow.prepare()
+        self._fills = command.are_lost and self._shadow.log is not None
         self._intake = UpdateLoader(
             self._shadow,
             manifest,
@@ -217,6 +220,7 @@ class StagingThread(Background):
             between_flips=lambda: self._stager.between_flips(self._is_cancelled),
             served=self._stager.served,
             between=self._rest,
+            fills=self._fills,
         )
         if command.transport == "extension":
             is_kept = self._shadow.device.type == "cpu" or bool(self._shadow.quantised)
@@ -263,6 +267,8 @@ class StagingThread(Background):
         self._is_open = True
         if self._shadow.log is not None:
             self._log_number = self._shadow.log.number
+        if self._fills:
+            self._stager.begin_fill()
         if not self._intake.is_delta:
             self._shadow.forget_changed()
         self._shadow.prove(self._between_proofs)  # it writes, so it comes no sooner
@@ -323,6 +329,8 @@ class StagingThread(Background):
     def _allow_lack(self, framework: str, may_be_first: bool) -> None:
         """Let parameters keep their live values if the framework never sends them."""
         assert self._intake is not None
+        if self._fills:
+            return  # there is no live value
         begun = frozenset(self._intake.coverage.begun)
         usual = self._stager.sent_by.get(framework, begun if may_be_first else None)
         if not begun or begun != usual:
@@ -433,7 +441,7 @@ class StagingThread(Background):
         self._status = replace(
             self._status,
             carried=carried,
-            drift=self._stager.staged(whole, self._log_number),
+            drift=self._stager.staged(whole, self._log_number, fills=self._fills),
             sent=digest,
             shares=intake.shares,
             digest=whole_digest,

@@ -31,6 +31,7 @@ from vllm.inflight.transport.waiting import never
 from vllm.inflight.worker.catalogue import catalogue
 from vllm.inflight.worker.delta import device_writer
 from vllm.inflight.worker.delta.destinations import KnownDestinations
+from vllm.inflight.worker.delta.fill import Filled
 from vllm.inflight.worker.integrity.scrub import (
     Digests,
     Layout,
@@ -49,6 +50,7 @@ from vllm.inflight.worker.status_board import StatusBoard
 from vllm.inflight.worker.step_tracker import StepTracker
 from vllm.inflight.worker.verify.content import Content, Facts
 from vllm.inflight.worker.verify.drift import drift
+from vllm.inflight.worker.worker_state import WorkerState
 
 logger = upstream.init_logger(__name__)
 
@@ -284,8 +286,17 @@ class StagingWorker:
         """What is served, tensor by tensor, if that is known."""
         return self._contents[0]
 
+    def begin_fill(self) -> None:
+        """An update begins to fill lost weights in place, with delta staging."""
+        if (tripwire := WorkerState.of(self.worker).tripwire) is not None:
+            tripwire.begin_fill()
+
     def staged(
-        self, content: Content | None, log_number: int | None = None
+        self,
+        content: Content | None,
+        log_number: int | None = None,
+        *,
+        fills: bool = False,
     ) -> dict[str, object] | None:
         """The shadow weights are whole: a flip may exchange them with the live ones.
 
@@ -293,6 +304,7 @@ class StagingWorker:
             content: of the staged version.
             log_number: with delta staging, the number of the log since the update began
                 to compare with the live weights.
+            fills: whether lost weights were filled in place.
 
         Returns:
             its drift from what is served.
@@ -301,7 +313,7 @@ class StagingWorker:
             EngineFault: somebody else has written into the live weights since.
 
         """
-        flip = self.make_flip()
+        flip: Flip = Filled() if fills else self.make_flip()
         module = self.shadow.module
         assert module is not None
         facts = self._facts(content)
@@ -311,6 +323,8 @@ class StagingWorker:
             if log is None:  # else every parameter is a copy
                 marks = marks_of(layout, module, facts)
             layout.slices(copies(layout, facts))  # decoding would wait for it later
+            if fills:
+                self._require_filled(layout, facts)
         with self._turn:
             # Whoever empties the log has forgotten what is served, too.
             if log is not None and log.number != log_number:
@@ -324,6 +338,21 @@ class StagingWorker:
             return None
         with undirected():
             return drift(self.served.samples, content.samples)
+
+    def _require_filled(self, layout: Layout, facts: Mapping[str, Facts]) -> None:
+        """Read filled weights back, and compare them with what was received.
+
+        Raises:
+            EngineFault: a tensor that this rank has all of is another one.
+
+        """
+        if (tripwire := WorkerState.of(self.worker).tripwire) is not None:
+            tripwire.end_fill()  # what is written from here on is noticed
+        if facts and (wrong := Scrub(layout, facts, None).differing()):
+            raise EngineFault(
+                f"{wrong[0]} was filled in and reads back as something else; somebody "
+                "else has written into the weights meanwhile, so send the version again"
+            )
 
     def make_flip(self) -> Flip:
         """The flip of live and shadow weights, prepared before it is needed."""
