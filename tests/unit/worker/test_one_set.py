@@ -46,14 +46,6 @@ def test_a_plain_model_has_none():
             {"speculative_config": SimpleNamespace(method="eagle")},
             "--speculative-config with a drafter that has weights",
         ),
-        (
-            {
-                "additional_config": {
-                    "inflight": {"staging": "delta", "journal": "/tmp/journal"}
-                }
-            },
-            "--inflight-journal",
-        ),
     ],
 )
 def test_a_feature_is_named_by_its_flag(facts, flag):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 
 from vllm.inflight import upstream
-from vllm.inflight.config import InflightConfig
 from vllm.inflight.worker.model import classifier, mla, moe, quantized
 from vllm.inflight.worker.model.layers import layers
 
@@ -25,7 +24,6 @@ def one_set_obstacle(
         "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
         "--data-parallel-size": parallel.data_parallel_size > 1,
         "--enable-expert-parallel": parallel.enable_expert_parallel,
-        "--inflight-journal": bool(InflightConfig.of(vllm_config).journal),
         "--speculative-config with a drafter that has weights": drafting is not None
         and drafting.method not in DRAFTERS_WITHOUT_WEIGHTS,
     }
