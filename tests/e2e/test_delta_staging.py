@@ -324,6 +324,38 @@ def test_a_log_that_is_too_small_rejects_the_update_with_the_numbers(
     assert tokens_after_whole(llm, weights, tmp_path) == tokens(llm)
 
 
+OVERFLOWING = {"staging": "delta", "delta_gib": 0.0001, "delta_host_gib": 0.01}
+"""A log that goes on in host memory at nearly every update of the tiny model."""
+
+
+def test_an_update_larger_than_the_log_goes_on_in_host_memory(
+    start, old, new, fresh, weights, tmp_path
+):
+    llm = delta_engine(start, old, inflight=OVERFLOWING)
+    log, first = shadow_of(llm).log, greedy(llm)
+    assert log.host_bytes == 0
+    for _ in range(2):
+        llm.update_weights_from_disk(str(new), "new")
+        assert 0 < log.capacity < log.num_bytes <= log.capacity + log.host_bytes
+        assert greedy(llm) == fresh
+        llm.rollback_weights()
+        assert greedy(llm) == first
+        llm.rollback_weights()
+        llm.update_weights_from_disk(str(old), "old")
+        assert greedy(llm) == first
+    with Publisher(llm, weights) as to:
+        to.publish("same bytes")
+        assert log.num_bytes == 0
+        step(weights, 1, share=0.06)
+        assert to.publish("a delta").is_delta
+        assert log.num_bytes > log.capacity
+        to.rollback()
+        assert greedy(llm) == first
+        to.rollback()
+    assert tokens_after_whole(llm, weights, tmp_path) == tokens(llm)
+    assert llm.verify_weights()["result"] == "equal"
+
+
 def test_an_engine_that_started_without_a_checkpoint_learns_at_its_first_update(
     start, old, new, fresh, tmp_path
 ):

@@ -30,6 +30,7 @@ from tests.e2e.test_delta_staging import (  # noqa: F401 (tests, run here on a G
     test_after_another_trainers_version_the_whole_one_is_sent,
     test_an_aborted_update_changes_nothing,
     test_an_element_that_others_wrote_while_it_was_staged_stops_the_commit,
+    test_an_update_larger_than_the_log_goes_on_in_host_memory,
     test_nan_is_rejected_and_changes_nothing,
     test_one_tensor_of_a_fused_parameter_may_change_alone,
     test_only_what_differs_from_the_live_weights_enters_the_log,

@@ -1,5 +1,6 @@
 """The swap exchanges what was logged, proves it, and undoes what it cannot prove."""
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -9,9 +10,14 @@ from tests.support.deltas import random_bits, scattered
 from tests.support.triton_compiler import compile_for_gpu, succeeds
 from vllm.inflight import ops
 from vllm.inflight.errors import ChangeLogFull
-from vllm.inflight.worker.shadow.change_log import ChangeLog, capacity_of
+from vllm.inflight.worker.shadow import change_log
+from vllm.inflight.worker.shadow.change_log import (
+    ChangeLog,
+    capacity_of,
+    host_capacity_of,
+)
 from vllm.inflight.worker.shadow.changed_elements import elements
-from vllm.inflight.worker.shadow.swap import Swap, _OnDevice, swap_reference
+from vllm.inflight.worker.shadow.swap import Swap, _OnDevice, _OnHost, swap_reference
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64]
@@ -30,10 +36,10 @@ def bits_of(param: torch.Tensor) -> torch.Tensor:
 
 
 def logged(
-    live: dict[str, torch.Tensor], capacity: int = 1 << 20
+    live: dict[str, torch.Tensor], capacity: int = 1 << 20, host_capacity: int = 0
 ) -> tuple[ChangeLog, dict[str, torch.Tensor]]:
     """A log of changes in every parameter, and what they lead to."""
-    log, new = ChangeLog(CPU, capacity), {}
+    log, new = ChangeLog(CPU, capacity, host_capacity), {}
     for seed, (name, param) in enumerate(live.items()):
         new[name] = bits_of(param).clone()
         for share in (0.1, 0.3):  # in two stretches, which have no element in common
@@ -166,10 +172,128 @@ def test_the_log_has_a_twentieth_of_the_weights_by_default():
     assert capacity_of(0.5, 40 << 30) == 1 << 29
 
 
+def test_the_log_goes_on_in_a_quarter_of_the_weights_by_default():
+    assert host_capacity_of(-1, 40 << 30) == 10 << 30
+    assert host_capacity_of(0, 40 << 30) == 0
+    assert host_capacity_of(0.5, 40 << 30) == 1 << 29
+
+
+def test_elements_of_every_width_are_numbered_in_one_row():
+    """The number of an element decides what its bits contribute to the proof."""
+    log, _ = logged(parameters())
+    assert len({stretch.width for stretch in log.stretches}) == 4
+    firsts = [stretch.first for stretch in log.stretches]
+    counts = [len(stretch.offsets) for stretch in log.stretches]
+    assert firsts == [sum(counts[:number]) for number in range(len(counts))]
+    assert log.num_elements == log.expected()[1] == sum(counts)
+
+
+def test_rows_of_an_unknown_width_are_refused_before_the_first_element():
+    live = {"w": torch.zeros(64, dtype=torch.int32)}
+    log = ChangeLog(CPU, 1 << 10)
+    at = torch.arange(3)
+    log.add("w", at, live["w"][at], torch.ones(3, dtype=torch.int32))
+    swap = Swap(log, live)
+    assert isinstance(swap._swap, _OnHost)
+    swap._swap._rows.extend(swap._swap._rows)
+    swap._swap._num_rows, swap._swap._rows[-1] = 2, 3
+    with pytest.raises(ValueError, match="1, 2, 4 or 8 bytes"):
+        swap()
+    assert not live["w"].any()
+
+
+@pytest.fixture
+def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host memory comes in blocks that hold few stretches."""
+    monkeypatch.setattr(change_log, "BLOCK_BYTES", 1 << 12)
+
+
+def test_a_log_without_room_goes_on_in_host_memory_and_the_swap_takes_all_of_it(
+    short_blocks: None,
+):
+    live = parameters()
+    old = {name: bits_of(param).clone() for name, param in live.items()}
+    log, new = logged(live, capacity=4096, host_capacity=1 << 16)
+    log.require_room()
+    assert len(log._blocks) > 1
+    assert log.num_bytes <= 4096 + log.host_bytes <= 4096 + (1 << 16)
+    swap = Swap(log, live)
+    for _ in range(2):
+        swap()
+        assert are_equal(live, new)
+        swap()
+        assert are_equal(live, old)
+
+
+@pytest.mark.parametrize("number", [0, -1], ids=["beside the weights", "on the host"])
+def test_damage_in_either_part_undoes_the_swap(short_blocks: None, number: int):
+    live = parameters()
+    old = {name: bits_of(param).clone() for name, param in live.items()}
+    log, _ = logged(live, capacity=4096, host_capacity=1 << 16)
+    swap = Swap(log, live)
+    log.stretches[number].bits[1] ^= 1
+    with pytest.raises(RuntimeError, match="other bits than were staged"):
+        swap()
+    assert are_equal(live, old)
+
+
+def test_a_log_with_room_takes_no_host_memory():
+    log, _ = logged(parameters(), host_capacity=1 << 20)
+    assert log.host_bytes == 0
+
+
+def test_a_log_is_full_when_both_parts_are_and_the_named_size_has_room(
+    short_blocks: None,
+):
+    live = parameters()
+    log, _ = logged(live, capacity=4096, host_capacity=1 << 12)
+    named = r"room for 4096, and for 4096 in host memory\. --inflight-delta-gib (\S+)"
+    with pytest.raises(ChangeLogFull, match=named) as full:
+        log.require_room()
+    assert not log.has_room and full.value.missing_bytes > 0
+    found = re.search(named, str(full.value))
+    assert found is not None
+    logged(live, capacity=capacity_of(float(found[1]), 0))[0].require_room()
+    # What comes after it is counted, and finds no room although it would fit.
+    num = log.num_elements
+    assert log.reserve(next(iter(live)), 1, 1) is None
+    assert log.num_elements == num + 1
+    log.clear()
+    log.require_room()
+
+
+def test_host_memory_is_kept_and_short_blocks_give_way_to_a_long_one(
+    short_blocks: None,
+):
+    log = ChangeLog(CPU, 64, 1 << 14)
+    for _ in range(2):
+        for _ in range(4):
+            assert log.reserve("w", 500, 4) is not None  # a block has room for one
+        assert log.host_bytes == 1 << 14
+        log.clear()
+        assert log.host_bytes == 1 << 14
+    assert log.reserve("w", 1500, 4) is not None
+    assert log.host_bytes <= 1 << 14
+    assert log.reserve("w", 500, 4) is not None
+    assert log.reserve("w", 500, 4) is None
+
+
+def test_a_host_without_memory_is_named(monkeypatch: pytest.MonkeyPatch):
+    log = ChangeLog(CPU, 64, 1 << 14)
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("cannot pin")
+
+    monkeypatch.setattr(torch, "empty", fail)
+    assert log.reserve("w", 500, 4) is None
+    with pytest.raises(ChangeLogFull, match=r"does not have \(cannot pin\)"):
+        log.require_room()
+
+
 def check() -> None:
     """Runs where TRITON_INTERPRET was set before Triton was imported."""
     live = parameters()
-    log, new = logged(live)
+    log, new = logged(live, capacity=4096, host_capacity=1 << 20)
     # Elements that other ranks serve have no place here.
     for stretch in log.stretches:
         stretch.offsets[0] = -1

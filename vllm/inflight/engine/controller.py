@@ -196,7 +196,11 @@ class Controller(Attached):
             case calls.ReadSource():
                 return queries.source(self)
             case calls.ReadStaging():
-                return {"bytes": self.ranks.nbytes, "reason": self.ranks.reason}
+                return {
+                    "bytes": self.ranks.nbytes,
+                    "host_bytes": self.ranks.host_bytes,
+                    "reason": self.ranks.reason,
+                }
             case calls.ReadMetrics():
                 return self.metrics()
             case calls.ReadHealth():

@@ -42,7 +42,11 @@ async def _staging(config: VllmConfig, control: Control) -> str:
         chosen = "device" if device == "cuda" else "host"
     num_bytes = sum(reply["bytes"] for reply in replies)
     if chosen == "delta":
-        return f"one set of weights, and a log of {num_bytes / 2**30:.2f} GiB"
+        on_host = sum(reply["host_bytes"] for reply in replies)
+        return (
+            f"one set of weights, and a log of {num_bytes / 2**30:.2f} GiB, which goes "
+            f"on in up to {on_host / 2**30:.2f} GiB of host memory"
+        )
     return f"shadow weights of {num_bytes / 2**30:.2f} GiB in {chosen} memory"
 
 

@@ -8,6 +8,11 @@ what was served before: it is the way back, until the next update begins to writ
 Every element has a number in the log. At that number, its old and its new bits
 contribute to a digest (docs/digest.md). The sum is known when the update is staged, and
 the swap computes it once more from the bits that it meets.
+
+What finds no room in the memory beside the weights goes on in host memory, block by
+block. A block is allocated when it is first needed, and kept. Blocks of a GPU's log are
+page-locked: kernels read and write them by their addresses, as they do memory of the
+GPU.
 """
 
 from __future__ import annotations
@@ -27,6 +32,9 @@ SUMS = 3
 """int64 values of the sums on a GPU: both halves of the digest, and the elements."""
 
 GIB = 1 << 30
+
+BLOCK_BYTES = 1 << 28
+"""Bytes of a block of host memory. To page-lock much at once would stop decoding."""
 
 
 class Logged(NamedTuple):
@@ -56,13 +64,27 @@ class ChangeLog:
         device: of the live weights.
         capacity: bytes of its memory, which is allocated here. It is given back for a
             sleep alone.
+        host_capacity: most bytes of host memory that it goes on in.
 
     """
 
-    def __init__(self, device: torch.device, capacity: int) -> None:
+    def __init__(
+        self, device: torch.device, capacity: int, host_capacity: int = 0
+    ) -> None:
         self.device = device
         self.capacity = capacity
+        self.host_capacity = host_capacity
         self._memory: torch.Tensor | None = None
+        self._used = 0
+        """Bytes of it that are taken."""
+        self._blocks: list[torch.Tensor] = []
+        """In host memory."""
+        self._block, self._used_of_block = 0, 0
+        """The number of the block that is filled now, and its bytes that are taken."""
+        self._lack = ""
+        """Why the host gave no block, for messages."""
+        self.has_room = True
+        """Whether all elements found room."""
         self.number = 0
         """Changes whenever the log is emptied."""
         self.stretches: list[Logged] = []
@@ -99,12 +121,14 @@ class ChangeLog:
         self.number += 1
         self.stretches = []
         self.num_bytes = self.num_elements = self._num_counted = 0
+        self._used = self._block = self._used_of_block = 0
+        self.has_room, self._lack = True, ""
         self._terms, self.sums = ops.Digest.ZERO, None
 
     @property
-    def has_room(self) -> bool:
-        """Whether all elements found room."""
-        return self.num_bytes <= self.capacity
+    def host_bytes(self) -> int:
+        """Bytes of host memory that the log has by now."""
+        return sum(map(len, self._blocks))
 
     def require_room(self) -> None:
         """Raise `ChangeLogFull` unless all elements found room."""
@@ -113,9 +137,12 @@ class ChangeLog:
         needed = self.num_bytes / GIB
         raise ChangeLogFull(
             f"the update changes {self.num_elements} elements on this rank, and their "
-            f"log takes {self.num_bytes} bytes; there is room for {self.capacity}. "
+            f"log takes {self.num_bytes} bytes; there is room for {self.capacity}, and "
+            f"for {self.host_capacity} in host memory{self._lack}. "
             f"--inflight-delta-gib {_rounded_up(needed)} has room for them",
-            missing_bytes=self.num_bytes - self.capacity,
+            missing_bytes=max(
+                ALIGNMENT, self.num_bytes - self.capacity - self.host_capacity
+            ),
         )
 
     def reserve(self, param: str, num: int, width: int) -> Logged | None:
@@ -124,15 +151,16 @@ class ChangeLog:
         Elements without room are counted, so that the error can say how much is
         missing.
         """
-        first, at = self.num_elements, self.num_bytes
-        bits_at = at + _aligned(4 * num)
+        first, bits_at = self.num_elements, _aligned(4 * num)
+        num_bytes = bits_at + _aligned(width * num)
         self.num_elements += num
-        self.num_bytes = bits_at + _aligned(width * num)
-        if not self.has_room:
+        self.num_bytes += num_bytes
+        space = self._take(num_bytes) if self.has_room else None
+        if space is None:
+            self.has_room = False
             return None
-        assert self._memory is not None
-        offsets = self._memory[at : at + 4 * num].view(torch.int32)
-        bits = self._memory[bits_at : bits_at + width * num].view(ops.INTEGERS[width])
+        offsets = space[: 4 * num].view(torch.int32)
+        bits = space[bits_at : bits_at + width * num].view(ops.INTEGERS[width])
         logged = Logged(param, width, offsets, bits, first)
         self.stretches.append(logged)
         return logged
@@ -152,8 +180,9 @@ class ChangeLog:
         num, width = len(offsets), new.element_size()
         if not num or (logged := self.reserve(param, num, width)) is None:
             return
-        logged.offsets.copy_(offsets)
-        logged.bits.copy_(new)
+        # Converted first: a copy to the host would convert there.
+        logged.offsets.copy_(offsets.to(torch.int32), non_blocking=True)
+        logged.bits.copy_(new, non_blocking=True)
         first = logged.first
         numbers = torch.arange(first, first + num, device=self.device)
         self._num_counted += num
@@ -163,6 +192,42 @@ class ChangeLog:
         from vllm.inflight.ops.triton_kernels import add_changes
 
         add_changes(numbers, old.contiguous(), new.contiguous(), self.sums_on_device())
+
+    def _take(self, num_bytes: int) -> torch.Tensor | None:
+        """Memory beside the weights, or else host memory; None if there is none."""
+        assert self._memory is not None
+        if self._used + num_bytes <= self.capacity:
+            start, self._used = self._used, self._used + num_bytes
+            return self._memory[start : self._used]
+        while self._block < len(self._blocks):
+            block, start = self._blocks[self._block], self._used_of_block
+            if start + num_bytes <= len(block):
+                self._used_of_block += num_bytes
+                return block[start : self._used_of_block]
+            if not start:  # it is too short, and nothing refers to it
+                del self._blocks[self._block :]
+                break
+            self._block, self._used_of_block = self._block + 1, 0
+        if (fresh := self._new_block(num_bytes)) is None:
+            return None
+        self._blocks.append(fresh)
+        self._used_of_block = num_bytes
+        return fresh[:num_bytes]
+
+    def _new_block(self, num_bytes: int) -> torch.Tensor | None:
+        """A block with room for so many bytes; None if there is no memory for it."""
+        left = self.host_capacity - self.host_bytes
+        if left < num_bytes:
+            return None
+        size = min(left, max(num_bytes, BLOCK_BYTES))
+        try:
+            is_pinned = self.device.type == "cuda"
+            return torch.empty(
+                size, dtype=torch.uint8, device="cpu", pin_memory=is_pinned
+            )
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            self._lack = f", which the host does not have ({error})"
+            return None
 
     def sums_on_device(self) -> torch.Tensor:
         """The sums on the GPU: int64 [SUMS]; whoever fills `reserve` adds to them."""
@@ -189,6 +254,17 @@ def capacity_of(gib: float, num_bytes: int) -> int:
     """
     wanted = int(gib * GIB) if gib else max(num_bytes // 20, 1 << 16)
     return _aligned(wanted)
+
+
+def host_capacity_of(gib: float, num_bytes: int) -> int:
+    """Most bytes of host memory that the log of a rank goes on in.
+
+    Args:
+        gib: `--inflight-delta-host-gib`; -1 means a quarter of the weights.
+        num_bytes: of the weights of this rank.
+
+    """
+    return _aligned(num_bytes // 4 if gib < 0 else int(gib * GIB))
 
 
 def _aligned(num_bytes: int) -> int:

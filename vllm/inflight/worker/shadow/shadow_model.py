@@ -52,7 +52,11 @@ from vllm.inflight.worker.replay_check import (
 from vllm.inflight.worker.replay_plan import Plan
 from vllm.inflight.worker.shadow import parameters
 from vllm.inflight.worker.shadow.build import build_second
-from vllm.inflight.worker.shadow.change_log import ChangeLog, capacity_of
+from vllm.inflight.worker.shadow.change_log import (
+    ChangeLog,
+    capacity_of,
+    host_capacity_of,
+)
 from vllm.inflight.worker.shadow.changed_elements import ChangedElements
 from vllm.inflight.worker.verify.ignored_tensors import IgnoredTensors
 from vllm.inflight.worker.verify.parameter_map import ParameterMap
@@ -197,8 +201,9 @@ class ShadowModel:
             gpu_digest.warm(self.device, dtypes)
         parameters.mark_hollow(self.module)
         capacity = capacity_of(self._config.delta_gib, self.nbytes)
+        on_host = host_capacity_of(self._config.delta_host_gib, self.nbytes)
         try:
-            self.log = ChangeLog(self.device, capacity)
+            self.log = ChangeLog(self.device, capacity, on_host)
         except OutOfDeviceMemory as error:
             return str(error)
         return None
@@ -282,6 +287,11 @@ class ShadowModel:
     def staging_bytes(self) -> int:
         """Bytes of the shadow weights, or of the log that is in their place."""
         return self.nbytes if self.log is None else self.log.capacity
+
+    @property
+    def host_bytes(self) -> int:
+        """Most bytes of host memory that the log goes on in."""
+        return 0 if self.log is None else self.log.host_capacity
 
     def place(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype

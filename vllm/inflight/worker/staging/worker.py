@@ -186,6 +186,7 @@ class StagingWorker:
             "rank": self.rank,
             "reason": self.shadow.reason,
             "bytes": self.shadow.staging_bytes,
+            "host_bytes": self.shadow.host_bytes,
             "is_reversible": self.shadow.is_reversible,
             "has_drafter": self.shadow.has_drafter,
             "has_mtp": getattr(self.shadow.live, "is_mtp", False),
