@@ -42,10 +42,13 @@ from vllm.inflight.errors import (
     EngineFault,
     InflightError,
     NothingToRollBack,
+    StagingUnavailable,
     UpdateBusy,
     WeightsMismatch,
 )
 from vllm.inflight.trainer import Publisher
+from vllm.inflight.worker.memory.placement import Placement
+from vllm.inflight.worker.shadow import shadow_model
 
 pytestmark = pytest.mark.engine
 
@@ -399,6 +402,51 @@ def test_two_ranks_serve_what_deltas_and_whole_versions_lead_to(old):
     assert seen["after that"] == [True, *wholes[-1]]
     assert seen["scrubbed"] == "equal"
     assert (seen["lost"], seen["filled"]) == ("gone", wholes[-1])
+
+
+@pytest.fixture
+def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that two sets of weights do not fit."""
+    home = Placement(None, "two sets do not fit", is_short=True)
+    monkeypatch.setattr(shadow_model, "placement_of", lambda tree: home)
+
+
+def test_auto_takes_a_log_where_two_sets_do_not_fit(
+    start, old, new, fresh, short_of_memory
+):
+    llm = delta_engine(start, old, inflight={"staging": "auto", "delta_gib": 0.01})
+    assert shadow_of(llm).log is not None
+    first = greedy(llm)
+    llm.update_weights_from_disk(str(new), "new")
+    assert greedy(llm) == fresh
+    llm.rollback_weights()
+    assert greedy(llm) == first
+    with pytest.raises(RuntimeError, match="it broke off"):
+        llm.collective_rpc(fail_as_it_writes)
+    llm.update_weights_from_disk(str(new), "new")  # it fills lost weights in place
+    assert greedy(llm) == fresh
+
+
+def test_auto_is_as_it_was_where_one_set_is_not_possible(
+    start, old, new, fresh, short_of_memory, monkeypatch
+):
+    monkeypatch.setattr(shadow_model, "one_set_obstacle", lambda *_: "it has experts")
+    llm = delta_engine(start, old, inflight={"staging": "auto"})
+    assert shadow_of(llm).log is None
+    llm.update_weights_from_disk(str(new), "new")
+    assert greedy(llm) == fresh
+
+
+def test_auto_serves_without_updates_where_the_loader_computes(
+    start, old, new, short_of_memory, monkeypatch
+):
+    table = "vllm.inflight.worker.staging.destination_table.fill_table"
+    monkeypatch.setattr(table, lambda shadow: "its loader does not only copy")
+    llm = delta_engine(start, old, inflight={"staging": "auto"})
+    assert shadow_of(llm).log is None
+    with pytest.raises(StagingUnavailable, match="does not only copy"):
+        llm.update_weights_from_disk(str(new), "new")
+    assert greedy(llm)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU packs nothing")

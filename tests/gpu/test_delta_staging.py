@@ -51,6 +51,7 @@ from tests.support.engines.probe import greedy
 from tests.support.engines.reference import Reference
 from vllm.inflight.errors import ChangeLogFull
 from vllm.inflight.trainer import Publisher
+from vllm.inflight.worker.memory import placement
 
 pytestmark = [
     pytest.mark.gpu,
@@ -87,6 +88,21 @@ def test_every_tensor_is_logged_by_the_kernel_and_none_by_its_loader(llm) -> Non
     plan = shadow_of(llm).plan
     assert plan.num_proved == len(plan) > 0
     assert not plan.is_replayed
+
+
+def test_auto_takes_a_log_where_two_sets_leave_no_room(
+    start: Callable[..., Any], old: Path, new: Path, fresh: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(placement, "LEAST_SHARE", 2.0)
+    options = {"enforce_eager": False, "inflight": {"delta_gib": 0.01}}
+    llm = delta_engine(start, old, **options)
+    shadow = shadow_of(llm)
+    assert shadow.log is not None and shadow.arenas == ()
+    first = greedy(llm)
+    llm.update_weights_from_disk(str(new), "new")
+    assert greedy(llm) == fresh
+    llm.rollback_weights()
+    assert greedy(llm) == first
 
 
 def test_a_small_log_takes_small_changes_alone(start, old, new) -> None:

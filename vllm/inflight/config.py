@@ -53,8 +53,8 @@ class InflightConfig:
         "Where the shadow weights are, into which an update is loaded while the live "
         "weights serve. 'device': in GPU memory. 'host': in host memory. 'delta': "
         "there are none; an update is kept as the elements that it changes, see "
-        "delta_gib. 'auto': 'device' on a GPU, 'host' on the CPU build. 'off': weight "
-        "updates are rejected.",
+        "delta_gib. 'auto': 'device' on a GPU, or 'delta' where the GPU is too small "
+        "for both; 'host' on the CPU build. 'off': weight updates are rejected.",
         choices=("auto", "device", "host", "delta", "off"),
     )
     delta_gib: float = _knob(

@@ -121,7 +121,7 @@ class Controller(Attached):
         writes = isinstance(call, calls.StartUpdate | calls.RollBack)
         # A swap leaves most of the live weights as they are.
         is_swap = isinstance(call, calls.CommitUpdate)
-        writes |= is_swap and self._config.staging == "delta"
+        writes |= is_swap and self.ranks.has_logs
         self.outside_writes.before_call(is_certain=writes)
         if isinstance(call, calls.StartUpdate):
             self.outside_writes.heal()
@@ -199,6 +199,7 @@ class Controller(Attached):
                 return {
                     "bytes": self.ranks.nbytes,
                     "host_bytes": self.ranks.host_bytes,
+                    "has_logs": self.ranks.has_logs,
                     "reason": self.ranks.reason,
                 }
             case calls.ReadMetrics():

@@ -10,8 +10,8 @@ After level 2 the weights are zeros until an update has filled them.
 
 Either level gives the shadow weights back, and with them the rollback target. When the
 engine wakes up, they get memory again, as a copy of the live weights. If there is no
-room then, the next update tries again. With delta staging, upstream's pools hold the
-live weights, and the log of changed elements is given back in this way.
+room then, the next update tries again. With delta staging, the log of changed elements
+is given back in this way, and upstream's pools hold the live weights.
 """
 
 from __future__ import annotations
@@ -99,6 +99,8 @@ class SleepBackend(upstream.CuMemBackend):
             return
         self._backup = self._backup or self._copy(self._arena, keeps_weights)
         self._staging.forget(served=not keeps_weights)
+        if self._shadow.log is not None:
+            self._shadow.log.free()
         if self._arena.phase == "paired":
             self._arena.unpair()
         try:

@@ -103,7 +103,7 @@ class OutsideWrites:
         )
         config = InflightConfig.of(core.vllm_config)
         self._deadline_s = config.update_deadline_s
-        self._fills_in_place = config.staging == "delta"
+        self._fills_in_place = controller.ranks.has_logs
         """Whether updates write lost weights where they are served."""
         self._thread: int | None = None
         """The thread of the caller's process that has begun the open reload."""

@@ -112,8 +112,7 @@ class ShadowModel:
         self.busy: torch.Event | None = None
         """Set while a commit may still be copying from this model."""
         self._config = InflightConfig.of(vllm_config)
-        has_parameters = self._config.staging != "delta"
-        self.plan = Plan(is_replayed=has_parameters and device.type != "cpu")
+        self.plan = Plan(is_replayed=device.type != "cpu")
         """The record of what loaders do; replayed where parameters stay in place."""
         self.log: ChangeLog | None = None
         """What an update changes, with delta staging; there are no shadow parameters
@@ -146,12 +145,17 @@ class ShadowModel:
                 f"the shadow model could not be built: {type(error).__name__}: {error}"
             )
         if self.reason is not None:
-            self.module, self.arenas, self.log = None, (), None
-            self.plan.forget()
-            self.required.clear()
+            self.give_up(self.reason)
             return
         if device.type == "cpu" and self.log is None:
             self.stale.update(self.required)  # no copy of the live weights yet
+
+    def give_up(self, reason: str) -> None:
+        """Hold no shadow weights and no log, because of `reason`."""
+        self.reason = reason
+        self.module, self.arenas, self.log = None, (), None
+        self.plan.forget()
+        self.required.clear()
 
     def _build(self, vllm_config: upstream.VllmConfig) -> str | None:
         """Build the module tree; returns the reason if that is impossible."""
@@ -170,9 +174,14 @@ class ShadowModel:
             parallel.data_parallel_size == 1 or not moe.are_shared_out(live)
         )
         self.tp_size = parallel.tensor_parallel_size
-        is_logged = self._config.staging == "delta"
+        is_wanted, lack = self._config.staging == "delta", self._lack_of_room()
+        is_logged = is_wanted or lack is not None
         if is_logged and (reason := one_set_obstacle(live, vllm_config)) is not None:
-            return reason
+            if is_wanted:
+                return reason
+            is_logged = False
+        if is_logged and not is_wanted:
+            logger.warning("one set of weights, and a log of what changes: %s", lack)
         # On a GPU there is memory for the shadow parameters, and for no others.
         is_cpu = self.device.type == "cpu" and not is_logged
         # The map from ranks to experts is read while a model is built.
@@ -191,6 +200,16 @@ class ShadowModel:
             return self._open_log()
         return None if is_cpu else self._settle_in(vllm_config)
 
+    def _lack_of_room(self) -> str | None:
+        """Why `auto` stages into a log; None if it need not.
+
+        It is so where two sets of weights do not fit the GPU.
+        """
+        homes = [placement_of(tree) for tree in trees(self.live)]
+        is_short = any(home.is_short for home in homes)
+        reasons = [home.reason for home in homes if home.reason is not None]
+        return reasons[0] if is_short and self._config.staging == "auto" else None
+
     def _open_log(self) -> str | None:
         """Allocate the log of delta staging; returns the reason if there is none."""
         assert self.module is not None
@@ -199,6 +218,7 @@ class ShadowModel:
         dtypes = {param.dtype for param in self.module.parameters()}
         if self.device.type == "cuda":
             gpu_digest.warm(self.device, dtypes)
+        self.plan = Plan(is_replayed=False)
         parameters.mark_hollow(self.module)
         capacity = capacity_of(self._config.delta_gib, self.nbytes)
         on_host = host_capacity_of(self._config.delta_host_gib, self.nbytes)

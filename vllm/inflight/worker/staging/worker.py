@@ -187,6 +187,7 @@ class StagingWorker:
             "reason": self.shadow.reason,
             "bytes": self.shadow.staging_bytes,
             "host_bytes": self.shadow.host_bytes,
+            "has_log": self.shadow.log is not None,
             "is_reversible": self.shadow.is_reversible,
             "has_drafter": self.shadow.has_drafter,
             "has_mtp": getattr(self.shadow.live, "is_mtp", False),
