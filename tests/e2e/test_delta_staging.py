@@ -393,9 +393,10 @@ def test_a_tied_head_changes_with_its_embedding(start, checkpoint, tmp_path):
     assert greedy(llm) == fresh
 
 
-def test_two_ranks_serve_what_deltas_and_whole_versions_lead_to(old):
+@pytest.mark.parametrize("parallel", ["tensor", "pipeline"])
+def test_two_ranks_serve_what_deltas_and_whole_versions_lead_to(old, parallel):
     bind = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    seen = run_script("delta_ranks", old, "tensor", "delta", env=bind)
+    seen = run_script("delta_ranks", old, parallel, "delta", env=bind)
     wholes = seen["wholes"]
     assert seen["deltas"] == [[True, *whole] for whole in wholes[:-1]]
     assert seen["rolled back"] == wholes[-3]

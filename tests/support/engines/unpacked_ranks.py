@@ -2,13 +2,14 @@
 
 from typing import Any
 
+from tests.support.engines.transport import Extension
 from tests.support.engines.unpacked import unpack
 
 unpack()  # a worker imports this before it loads its model
 
 
-class Unpacked:
-    """It loses the weights when it is asked to."""
+class Unpacked(Extension):
+    """It also loses the weights when it is asked to."""
 
     model_runner: Any
 

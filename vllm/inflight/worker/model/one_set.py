@@ -21,8 +21,6 @@ def one_set_obstacle(
     """Why an engine cannot be updated with one set of weights; None if it can."""
     parallel, drafting = vllm_config.parallel_config, vllm_config.speculative_config
     flags = {
-        "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
-        "--data-parallel-size": parallel.data_parallel_size > 1,
         "--enable-expert-parallel": parallel.enable_expert_parallel,
         "--speculative-config with a drafter that has weights": drafting is not None
         and drafting.method not in DRAFTERS_WITHOUT_WEIGHTS,
