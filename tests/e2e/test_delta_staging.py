@@ -171,11 +171,35 @@ def test_an_aborted_update_changes_nothing(on_old, new):
     on_old.update_weights({"path": str(new)}, update_id=update_id)
     on_old.abort_weight_update(update_id=update_id)
     assert (on_old.weight_info()["digest"], tokens(on_old)) == before
-    # The log has room for one update: the way back is gone, as with a second set.
-    with pytest.raises(NothingToRollBack):
-        on_old.rollback_weights()
     on_old.update_weights_from_disk(str(new), "new")
     assert tokens(on_old) != before[1]
+
+
+def test_an_update_that_ends_before_it_is_staged_keeps_the_way_back(
+    on_old, old, new, fresh, weights, tmp_path
+):
+    """With a second set its first byte takes the way back."""
+    first = greedy(on_old)
+    on_old.update_weights_from_disk(str(new), "new")
+    for seed in range(2):
+        update_id = on_old.start_weight_update()["update_id"]
+        on_old.update_weights({"path": str(old)}, update_id=update_id)
+        on_old.abort_weight_update(update_id=update_id)
+        bits = stepped(weights, seed)
+        bits["model.norm.weight"][3] = torch.nan
+        save_file(bits, tmp_path / "model.safetensors")
+        with pytest.raises(WeightsMismatch, match="NaN"):
+            on_old.update_weights_from_disk(str(tmp_path))
+        for expected_tokens, label in ((first, "old"), (fresh, "new")):
+            assert on_old.rollback_weights()["weight_version"] == label
+            assert greedy(on_old) == expected_tokens
+    assert on_old.verify_weights()["result"] == "equal"
+    update_id = stage(on_old, old)
+    on_old.prepare_weight_update(update_id=update_id)
+    on_old.abort_weight_update(update_id=update_id)
+    with pytest.raises(NothingToRollBack):  # it was staged
+        on_old.rollback_weights()
+    assert greedy(on_old) == fresh
 
 
 def test_a_version_without_one_tensor_is_rejected_and_changes_nothing(
@@ -361,6 +385,10 @@ def test_an_update_larger_than_the_log_goes_on_in_host_memory(
         llm.rollback_weights()
         llm.update_weights_from_disk(str(old), "old")
         assert greedy(llm) == first
+    update_id = stage(llm, new)
+    llm.abort_weight_update(update_id=update_id)
+    with pytest.raises(NothingToRollBack):  # there is no room for both
+        llm.rollback_weights()
     with Publisher(llm, weights) as to:
         to.publish("same bytes")
         assert log.num_bytes == 0

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -235,6 +236,61 @@ def test_damage_in_either_part_undoes_the_swap(short_blocks: None, number: int):
     with pytest.raises(RuntimeError, match="other bits than were staged"):
         swap()
     assert are_equal(live, old)
+
+
+def add_some(log: ChangeLog, live: dict[str, torch.Tensor], num: int) -> None:
+    """Log changes that no other call logs."""
+    name, param = next(iter(live.items()))
+    at = torch.arange(num)
+    log.add(name, at, bits_of(param)[at], bits_of(param)[at] + 1)
+
+
+def test_the_way_back_outlives_an_update_that_is_logged_beside_it():
+    live = parameters()
+    old = {name: bits_of(param).clone() for name, param in live.items()}
+    log, new = logged(live)
+    swap = Swap(log, live)
+    swap()
+    dropped: list[bool] = []
+    for num in (2000, 700, 2900):
+        log.begin(lambda: dropped.append(True))
+        add_some(log, live, num)
+        assert log.keeps and log.num_elements == num
+        swap()
+        assert are_equal(live, old)
+        swap()
+        assert are_equal(live, new)
+    assert not dropped
+
+
+@pytest.mark.parametrize("num_before", range(3))
+def test_an_update_has_all_of_the_log_once_the_way_back_is_given_up(num_before: int):
+    live = parameters()
+    log = ChangeLog(CPU, 1 << 14)
+    for number in range(num_before):  # from one end and from the other one
+        log.begin(log.drop_kept)
+        add_some(log, live, 1000 + number)
+        log.drop_kept()
+    add_some(log, live, 1000)
+    dropped: list[bool] = []
+
+    def give_up() -> None:
+        dropped.append(True)
+        log.drop_kept()
+
+    log.begin(give_up)
+    name = next(iter(live))
+    spaces = [log.reserve(name, 400, 4) for _ in range(5)]
+    assert dropped == [True] and not log.keeps
+    assert log.num_bytes == 5 * 3200 <= 1 << 14
+    ends = sorted(
+        (space.offsets.data_ptr(), space.bits.data_ptr() + space.bits.nbytes)
+        for space in spaces
+        if space is not None
+    )
+    assert len(ends) == 5
+    assert all(one[1] <= two[0] for one, two in pairwise(ends))
+    assert log.reserve(name, 400, 4) is None
 
 
 @pytest.mark.parametrize("is_turned", [False, True])

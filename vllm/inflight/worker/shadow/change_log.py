@@ -3,7 +3,8 @@
 With `--inflight-staging delta` a rank has one set of weights. An update is staged as
 places in the live parameters, with the bits that they will have. The commit exchanges
 the bits of the log with those of the parameters (swap.py). From then on the log holds
-what was served before: it is the way back, until the next update begins to write.
+what was served before: it is the way back. The next update is logged from the other end
+of the memory, so the way back stays until it is in the way, or that update is staged.
 
 Every element has a number in the log. At that number, its old and its new bits
 contribute to a digest (docs/digest.md). The sum is known when the update is staged, and
@@ -18,6 +19,7 @@ GPU.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -76,7 +78,12 @@ class ChangeLog:
         self.host_capacity = host_capacity
         self._memory: torch.Tensor | None = None
         self._used = 0
-        """Bytes of it that are taken."""
+        """Bytes of it that are taken, from the top or from the bottom."""
+        self._is_from_top = False
+        self._kept: int | None = None
+        """Bytes at the other end that hold the way back; None if it is not kept."""
+        self._give_up: Callable[[], None] | None = None
+        """What gives the way back up."""
         self._blocks: list[torch.Tensor] = []
         """In host memory."""
         self._block, self._used_of_block = 0, 0
@@ -118,10 +125,36 @@ class ChangeLog:
 
     def clear(self) -> None:
         """Empty the log: there is no way back any more."""
+        self.drop_kept()
+        self._empty()
+
+    def begin(self, give_up: Callable[[], None]) -> None:
+        """Begin to log an update, and keep what the last one has logged.
+
+        Args:
+            give_up: called when that is in the way; it calls `drop_kept`.
+
+        """
+        if self._kept is None:  # else an update was aborted since
+            self._kept, self._is_from_top = self._used, not self._is_from_top
+        self._give_up = give_up
+        self._empty()
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the way back is kept while an update is logged."""
+        return self._kept is not None
+
+    def drop_kept(self) -> None:
+        """Keep the way back no longer, while an update is logged."""
+        self._kept = self._give_up = None
+        self._block = self._used_of_block = 0
+
+    def _empty(self) -> None:
         self.number += 1
         self.stretches = []
         self.num_bytes = self.num_elements = self._num_counted = 0
-        self._used = self._block = self._used_of_block = 0
+        self._used = 0
         self.has_room, self._lack = True, ""
         self._terms, self.sums = ops.Digest.ZERO, None
 
@@ -196,9 +229,13 @@ class ChangeLog:
     def _take(self, num_bytes: int) -> torch.Tensor | None:
         """Memory beside the weights, or else host memory; None if there is none."""
         assert self._memory is not None
-        if self._used + num_bytes <= self.capacity:
-            start, self._used = self._used, self._used + num_bytes
-            return self._memory[start : self._used]
+        if self._kept is not None and num_bytes > self._left - self._kept:
+            assert self._give_up is not None
+            self._give_up()
+        if num_bytes <= self._left:
+            start = self._left - num_bytes if self._is_from_top else self._used
+            self._used += num_bytes
+            return self._memory[start : start + num_bytes]
         while self._block < len(self._blocks):
             block, start = self._blocks[self._block], self._used_of_block
             if start + num_bytes <= len(block):
@@ -213,6 +250,10 @@ class ChangeLog:
         self._blocks.append(fresh)
         self._used_of_block = num_bytes
         return fresh[:num_bytes]
+
+    @property
+    def _left(self) -> int:
+        return self.capacity - self._used
 
     def _new_block(self, num_bytes: int) -> torch.Tensor | None:
         """A block with room for so many bytes; None if there is no memory for it."""

@@ -243,8 +243,8 @@ class StagingThread(Background):
                 served=digest,
             )
 
-    def _open(self) -> None:
-        """Before the first write: from here on nothing can be rolled back to.
+    def _give_up_way_back(self) -> None:
+        """From here on nothing can be rolled back to.
 
         All that can be looked at without a write has been by now: the manifest, the
         path and what its files say of themselves. A transport of somebody else may
@@ -255,15 +255,28 @@ class StagingThread(Background):
         update was cancelled is asked second. So what is opened is known there whenever
         no update is under way, and a rollback never meets a set that is written to.
         """
-        if self._is_open:
+        if self._status.opened:
             return
-        assert self._intake is not None
         self._post(opened=True)
         try:
             self._stager.open(self._is_cancelled)
         except Cancelled:
             self._status = replace(self._status, opened=False)
             raise
+
+    def _open(self) -> None:
+        """Before the first write: it is into the set that a rollback returns to.
+
+        With delta staging it is beside the way back, as long as both have room.
+        """
+        if self._is_open:
+            return
+        assert self._intake is not None
+        keeps = not self._fills and self._stager.begin_log(
+            self._is_cancelled, self._give_up_way_back
+        )
+        if not keeps:
+            self._give_up_way_back()
         self._is_open = True
         if self._shadow.log is not None:
             self._log_number = self._shadow.log.number
@@ -428,6 +441,8 @@ class StagingThread(Background):
             # The next update may write to the same places from another stream.
             self._stager.drain()
         intake.coverage.unwatch()
+        if self._is_open:
+            self._give_up_way_back()  # one flip is kept, and this update has its own
         base = sent.of_target()
         whole: Content | None = base
         if intake.is_partial:

@@ -241,8 +241,30 @@ class StagingWorker:
         with self.between_flips(is_cancelled):
             self._flip = self._sent = None
             self._contents[1] = self._marks[1] = None
-            if self.shadow.log is not None:
-                self.shadow.log.clear()
+            if (log := self.shadow.log) is not None:
+                log.drop_kept() if log.keeps else log.clear()
+
+    def begin_log(
+        self, is_cancelled: Callable[[], bool], give_up: Callable[[], None]
+    ) -> bool:
+        """With delta staging, begin to log an update beside the way back.
+
+        Args:
+            is_cancelled: whether that update is not wanted any more.
+            give_up: called when the way back is in the way; it calls `open`.
+
+        Returns:
+            whether there is a way back, and it is kept.
+
+        Raises:
+            Cancelled: the update is not wanted.
+
+        """
+        with self.between_flips(is_cancelled):
+            if self.shadow.log is None or self._flip is None:
+                return False
+            self.shadow.log.begin(give_up)
+            return True
 
     @contextmanager
     def between_flips(self, is_cancelled: Callable[[], bool]) -> Iterator[None]:
@@ -266,6 +288,8 @@ class StagingWorker:
     def forget(self, *, served: bool) -> None:
         """Release the shadow weights, and with `served` the live weights as well."""
         self.open()
+        if self.shadow.log is not None:
+            self.shadow.log.clear()
         if served:
             self._contents[0] = self._marks[0] = self._scrub = None
 
