@@ -13,13 +13,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.executor import Executor
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from tests.e2e.conftest import OPTIONS
 from tests.e2e.test_delta_staging import without_packing  # noqa: F401 (a fixture)
+from tests.e2e.test_delta_staging_target import booted  # noqa: F401 (a fixture)
 from tests.e2e.test_sleep import (  # noqa: F401 (tests, run here with delta staging)
     extended,
     may_sleep,
@@ -66,18 +64,6 @@ def giving_back() -> Iterator[list[str]]:
             CPUWorker, "wake_up", lambda worker, tags=None: backend(worker).resume(tags)
         )
         yield asked
-
-
-@pytest.fixture(scope="module")
-def booted(folders: dict[str, Path]) -> Iterator[EngineCore]:
-    """An engine core with delta staging, and nothing in front of it."""
-    inflight = {"staging": "delta", "delta_gib": 0.01}
-    options = OPTIONS | {"max_num_seqs": 4, "dtype": "float32"}
-    options["additional_config"] = {"inflight": inflight}
-    config = EngineArgs(str(folders["old"]), **options).create_engine_config()
-    core = EngineCore(config, Executor.get_class(config), log_stats=False)
-    yield core
-    core.shutdown()
 
 
 @pytest.fixture
@@ -221,6 +207,28 @@ def test_an_aborted_fill_is_taken_back_and_counts_for_nothing(
     assert Streams(sleeper).step(3).tokens == {}
     publish(sleeper, folders["new"], "again")
     assert Streams(sleeper).run().tokens["waits"] == expected
+
+
+def fail_as_it_writes(worker: Any) -> None:
+    worker.model_runner.get_model().model.norm.weight.data.fill_(7.0)
+    raise RuntimeError("it broke off")
+
+
+def test_a_sleep_in_the_middle_of_a_fill_leaves_nothing_of_it(
+    sleeper: EngineCore, folders: dict[str, Path]
+) -> None:
+    with pytest.raises(RuntimeError, match="it broke off"):
+        sleeper.collective_rpc(fail_as_it_writes)
+    before = detail(sleeper)
+    assert ": 0 of " in before
+    call(sleeper, "start", transport="local")
+    call(sleeper, "receive", update_info={"path": str(folders["new"])})
+    sleeper.sleep(1)
+    sleeper.wake_up()
+    assert call(sleeper, "info")["weights"] == "gone"
+    assert detail(sleeper) == before
+    sleeper.collective_rpc("reload_weights")
+    assert call(sleeper, "info")["weights"] == "live"
 
 
 def test_what_others_write_while_weights_are_filled_is_found_before_the_commit(

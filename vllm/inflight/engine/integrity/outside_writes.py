@@ -514,6 +514,7 @@ class OutsideWrites:
         controller.pauses.check_commit(mode)
         encoder_cache.check_retractable(scheduler)
         controller.ranks.overwrite("let_go")
+        self.take_back_fill()
         controller.ranks.overwrite("arm")
         controller.ranks.wait_for_steps(self._core.batch_queue)
         kv_connectors.drop(scheduler, self._core.batch_queue)

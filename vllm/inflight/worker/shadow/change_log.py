@@ -93,7 +93,7 @@ class ChangeLog:
         self.has_room = True
         """Whether all elements found room."""
         self.number = 0
-        """Changes whenever the log is emptied."""
+        """Changes whenever the log is emptied, and with the live weights."""
         self.stretches: list[Logged] = []
         self.num_bytes = 0
         """Bytes of the elements, whether the log has room for them or not."""

@@ -408,6 +408,9 @@ class StagingWorker:
                 self._flip = None
             with self.steps.between():
                 seconds = flip()
+            if self.shadow.log is not None:
+                # What an update has compared with the live weights is true no more.
+                self.shadow.log.number += 1
             if not self.shadow.is_reversible:
                 # The one set was copied over the other.
                 self.shadow.stale.clear()
