@@ -182,6 +182,26 @@ def test_a_version_without_a_tensor_leaves_lost_weights_lost_and_all_of_them_mis
     assert call(sleeper, "info")["weights"] == "live"
 
 
+def test_a_fill_in_parts_is_no_news_to_those_who_watch_for_writes(
+    sleeper: EngineCore, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    weights = load_file(folders["new"] / "model.safetensors")
+    names = sorted(weights)
+    lost(sleeper)
+    before = detail(sleeper)
+    call(sleeper, "start", transport="local")
+    for number, part in enumerate((names[:9], names[9:])):
+        file = tmp_path / f"{number}.safetensors"
+        save_file({name: weights[name] for name in part}, file)
+        call(sleeper, "receive", update_info={"path": str(file)})
+        # A start looks for writes before it is rejected.
+        assert refused(sleeper, "start", transport="local") == "update_in_progress"
+        assert detail(sleeper) == before
+    call(sleeper, "prepare")
+    call(sleeper, "commit", weight_version="new")
+    assert call(sleeper, "info")["weights"] == "live"
+
+
 @pytest.mark.parametrize("phase", ["filling", "staged"])
 def test_an_aborted_fill_is_taken_back_and_counts_for_nothing(
     sleeper: EngineCore, folders: dict[str, Path], phase: str
@@ -224,6 +244,7 @@ def test_a_sleep_in_the_middle_of_a_fill_leaves_nothing_of_it(
     call(sleeper, "start", transport="local")
     call(sleeper, "receive", update_info={"path": str(folders["new"])})
     sleeper.sleep(1)
+    sleeper.vllm_inflight.step_queue.run(lambda: None)  # it is asleep by then
     sleeper.wake_up()
     assert call(sleeper, "info")["weights"] == "gone"
     assert detail(sleeper) == before
