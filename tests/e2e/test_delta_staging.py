@@ -42,10 +42,13 @@ from vllm.inflight.errors import (
     EngineFault,
     InflightError,
     NothingToRollBack,
+    StagingUnavailable,
     UpdateBusy,
     WeightsMismatch,
 )
 from vllm.inflight.trainer import Publisher
+from vllm.inflight.worker.memory.placement import Placement
+from vllm.inflight.worker.shadow import shadow_model
 
 pytestmark = pytest.mark.engine
 
@@ -168,11 +171,35 @@ def test_an_aborted_update_changes_nothing(on_old, new):
     on_old.update_weights({"path": str(new)}, update_id=update_id)
     on_old.abort_weight_update(update_id=update_id)
     assert (on_old.weight_info()["digest"], tokens(on_old)) == before
-    # The log has room for one update: the way back is gone, as with a second set.
-    with pytest.raises(NothingToRollBack):
-        on_old.rollback_weights()
     on_old.update_weights_from_disk(str(new), "new")
     assert tokens(on_old) != before[1]
+
+
+def test_an_update_that_ends_before_it_is_staged_keeps_the_way_back(
+    on_old, old, new, fresh, weights, tmp_path
+):
+    """With a second set its first byte takes the way back."""
+    first = greedy(on_old)
+    on_old.update_weights_from_disk(str(new), "new")
+    for seed in range(2):
+        update_id = on_old.start_weight_update()["update_id"]
+        on_old.update_weights({"path": str(old)}, update_id=update_id)
+        on_old.abort_weight_update(update_id=update_id)
+        bits = stepped(weights, seed)
+        bits["model.norm.weight"][3] = torch.nan
+        save_file(bits, tmp_path / "model.safetensors")
+        with pytest.raises(WeightsMismatch, match="NaN"):
+            on_old.update_weights_from_disk(str(tmp_path))
+        for expected_tokens, label in ((first, "old"), (fresh, "new")):
+            assert on_old.rollback_weights()["weight_version"] == label
+            assert greedy(on_old) == expected_tokens
+    assert on_old.verify_weights()["result"] == "equal"
+    update_id = stage(on_old, old)
+    on_old.prepare_weight_update(update_id=update_id)
+    on_old.abort_weight_update(update_id=update_id)
+    with pytest.raises(NothingToRollBack):  # it was staged
+        on_old.rollback_weights()
+    assert greedy(on_old) == fresh
 
 
 def test_a_version_without_one_tensor_is_rejected_and_changes_nothing(
@@ -279,6 +306,44 @@ def test_a_call_of_the_workers_that_writes_ends_the_update_and_the_next_one_is_w
     assert on_old.verify_weights()["result"] == "equal"
 
 
+def test_a_delta_has_the_drift_of_the_same_version_sent_whole(
+    on_old, weights, tmp_path
+):
+    core = on_old.llm_engine.engine_core.engine_core
+    drifts = []
+    for delta in ("auto", "off", "auto"):
+        bits = dict(weights)
+        with Publisher(on_old, lambda: bits, delta=delta) as to:  # noqa: B023
+            to.publish("before")
+            bits = stepped(weights, 4, share=0.05)
+            assert to.publish("after").is_delta == (delta == "auto")
+            drifts.append(core.vllm_inflight.live_version.drift)
+    assert drifts[0] == drifts[1] == drifts[2] > 0
+
+
+def fail_as_it_writes(worker: Any) -> None:
+    for param in list(worker.model_runner.get_model().parameters())[::2]:
+        param.data.fill_(7.0)
+    raise RuntimeError("it broke off")
+
+
+def test_weights_that_a_failed_call_has_lost_are_filled_by_the_next_version(
+    on_old, new, fresh, tmp_path
+):
+    with pytest.raises(RuntimeError, match="it broke off"):
+        on_old.collective_rpc(fail_as_it_writes)
+    assert on_old.weight_info()["weights"] == "gone"
+    bits = load_file(new / "model.safetensors")
+    bits["model.norm.weight"][3] = torch.nan
+    save_file(bits, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsMismatch, match="NaN"):
+        on_old.update_weights_from_disk(str(tmp_path))
+    assert on_old.weight_info()["weights"] == "gone"
+    on_old.update_weights_from_disk(str(new), "new")
+    assert greedy(on_old) == fresh
+    assert on_old.verify_weights()["result"] == "equal"
+
+
 def test_a_log_that_is_too_small_rejects_the_update_with_the_numbers(
     start, old, new, weights, tmp_path
 ):
@@ -299,6 +364,42 @@ def test_a_log_that_is_too_small_rejects_the_update_with_the_numbers(
     weights = load_file(old / "model.safetensors")
     step(weights, 1, share=0.005)
     assert tokens_after_whole(llm, weights, tmp_path) == tokens(llm)
+
+
+OVERFLOWING = {"staging": "delta", "delta_gib": 0.0001, "delta_host_gib": 0.01}
+"""A log that goes on in host memory at nearly every update of the tiny model."""
+
+
+def test_an_update_larger_than_the_log_goes_on_in_host_memory(
+    start, old, new, fresh, weights, tmp_path
+):
+    llm = delta_engine(start, old, inflight=OVERFLOWING)
+    log, first = shadow_of(llm).log, greedy(llm)
+    assert log.host_bytes == 0
+    for _ in range(2):
+        llm.update_weights_from_disk(str(new), "new")
+        assert 0 < log.capacity < log.num_bytes <= log.capacity + log.host_bytes
+        assert greedy(llm) == fresh
+        llm.rollback_weights()
+        assert greedy(llm) == first
+        llm.rollback_weights()
+        llm.update_weights_from_disk(str(old), "old")
+        assert greedy(llm) == first
+    update_id = stage(llm, new)
+    llm.abort_weight_update(update_id=update_id)
+    with pytest.raises(NothingToRollBack):  # there is no room for both
+        llm.rollback_weights()
+    with Publisher(llm, weights) as to:
+        to.publish("same bytes")
+        assert log.num_bytes == 0
+        step(weights, 1, share=0.06)
+        assert to.publish("a delta").is_delta
+        assert log.num_bytes > log.capacity
+        to.rollback()
+        assert greedy(llm) == first
+        to.rollback()
+    assert tokens_after_whole(llm, weights, tmp_path) == tokens(llm)
+    assert llm.verify_weights()["result"] == "equal"
 
 
 def test_an_engine_that_started_without_a_checkpoint_learns_at_its_first_update(
@@ -335,14 +436,61 @@ def test_a_tied_head_changes_with_its_embedding(start, checkpoint, tmp_path):
     assert greedy(llm) == fresh
 
 
-def test_two_ranks_serve_what_deltas_and_whole_versions_lead_to(old):
+@pytest.mark.parametrize("parallel", ["tensor", "pipeline"])
+def test_two_ranks_serve_what_deltas_and_whole_versions_lead_to(old, parallel):
     bind = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    seen = run_script("delta_ranks", old, "tensor", "delta", env=bind)
+    seen = run_script("delta_ranks", old, parallel, "delta", env=bind)
     wholes = seen["wholes"]
     assert seen["deltas"] == [[True, *whole] for whole in wholes[:-1]]
     assert seen["rolled back"] == wholes[-3]
     assert seen["after that"] == [True, *wholes[-1]]
     assert seen["scrubbed"] == "equal"
+    assert (seen["lost"], seen["filled"]) == ("gone", wholes[-1])
+
+
+@pytest.fixture
+def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that two sets of weights do not fit."""
+    home = Placement(None, "two sets do not fit", is_short=True)
+    monkeypatch.setattr(shadow_model, "placement_of", lambda tree: home)
+
+
+def test_auto_takes_a_log_where_two_sets_do_not_fit(
+    start, old, new, fresh, short_of_memory
+):
+    llm = delta_engine(start, old, inflight={"staging": "auto", "delta_gib": 0.01})
+    assert shadow_of(llm).log is not None
+    first = greedy(llm)
+    llm.update_weights_from_disk(str(new), "new")
+    assert greedy(llm) == fresh
+    llm.rollback_weights()
+    assert greedy(llm) == first
+    with pytest.raises(RuntimeError, match="it broke off"):
+        llm.collective_rpc(fail_as_it_writes)
+    llm.update_weights_from_disk(str(new), "new")  # it fills lost weights in place
+    assert greedy(llm) == fresh
+
+
+def test_auto_is_as_it_was_where_one_set_is_not_possible(
+    start, old, new, fresh, short_of_memory, monkeypatch
+):
+    monkeypatch.setattr(shadow_model, "one_set_obstacle", lambda *_: "it has experts")
+    llm = delta_engine(start, old, inflight={"staging": "auto"})
+    assert shadow_of(llm).log is None
+    llm.update_weights_from_disk(str(new), "new")
+    assert greedy(llm) == fresh
+
+
+def test_auto_serves_without_updates_where_the_loader_computes(
+    start, old, new, short_of_memory, monkeypatch
+):
+    table = "vllm.inflight.worker.staging.destination_table.fill_table"
+    monkeypatch.setattr(table, lambda shadow: "its loader does not only copy")
+    llm = delta_engine(start, old, inflight={"staging": "auto"})
+    assert shadow_of(llm).log is None
+    with pytest.raises(StagingUnavailable, match="does not only copy"):
+        llm.update_weights_from_disk(str(new), "new")
+    assert greedy(llm)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU packs nothing")

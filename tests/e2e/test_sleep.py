@@ -7,6 +7,7 @@ the engine's part; tests/gpu/test_sleep.py gives memory back.
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +34,23 @@ NEEDS_WEIGHTS = {
 }
 
 
-@pytest.fixture
-def sleeper(core: EngineCore) -> Iterator[EngineCore]:
-    """A core on the old weights that may sleep, and is awake in the end."""
+@contextmanager
+def may_sleep(core: EngineCore) -> Iterator[None]:
+    """Context: a core may sleep, and is awake in the end."""
     core.vllm_config.model_config.enable_sleep_mode = True
-    yield core
+    yield
     if core.model_executor.is_sleeping:
         core.wake_up()
     if call(core, "info")["weights"] == "gone":
         core.collective_rpc("reload_weights")
     core.vllm_config.model_config.enable_sleep_mode = False
+
+
+@pytest.fixture
+def sleeper(core: EngineCore) -> Iterator[EngineCore]:
+    """A core on the old weights that may sleep."""
+    with may_sleep(core):
+        yield core
 
 
 def refused(core: EngineCore, method: str, **body: Any) -> str:

@@ -20,6 +20,7 @@ from tests.e2e.test_delta_staging import (  # noqa: F401 (tests, run here on a G
     test_a_call_of_the_workers_that_writes_ends_the_update_and_the_next_one_is_whole,
     test_a_chain_of_deltas_equals_whole_versions,
     test_a_delta_from_another_version_is_rejected_at_once,
+    test_a_delta_has_the_drift_of_the_same_version_sent_whole,
     test_a_delta_that_does_not_fit_what_is_served_is_followed_by_the_whole,
     test_a_flipped_bit_changes_nothing,
     test_a_lost_end_changes_nothing,
@@ -30,11 +31,14 @@ from tests.e2e.test_delta_staging import (  # noqa: F401 (tests, run here on a G
     test_after_another_trainers_version_the_whole_one_is_sent,
     test_an_aborted_update_changes_nothing,
     test_an_element_that_others_wrote_while_it_was_staged_stops_the_commit,
+    test_an_update_larger_than_the_log_goes_on_in_host_memory,
+    test_an_update_that_ends_before_it_is_staged_keeps_the_way_back,
     test_nan_is_rejected_and_changes_nothing,
     test_one_tensor_of_a_fused_parameter_may_change_alone,
     test_only_what_differs_from_the_live_weights_enters_the_log,
     test_tensors_in_float32_are_served_as_a_fresh_engine_casts_them,
     test_there_is_one_set_of_weights_and_it_stays_where_it_is,
+    test_weights_that_a_failed_call_has_lost_are_filled_by_the_next_version,
     test_when_most_has_changed_the_whole_version_is_sent,
     test_whole_versions_and_rollbacks_equal_a_fresh_engine,
     tokens,
@@ -50,6 +54,7 @@ from tests.support.engines.probe import greedy
 from tests.support.engines.reference import Reference
 from vllm.inflight.errors import ChangeLogFull
 from vllm.inflight.trainer import Publisher
+from vllm.inflight.worker.memory import placement
 
 pytestmark = [
     pytest.mark.gpu,
@@ -86,6 +91,21 @@ def test_every_tensor_is_logged_by_the_kernel_and_none_by_its_loader(llm) -> Non
     plan = shadow_of(llm).plan
     assert plan.num_proved == len(plan) > 0
     assert not plan.is_replayed
+
+
+def test_auto_takes_a_log_where_two_sets_leave_no_room(
+    start: Callable[..., Any], old: Path, new: Path, fresh: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(placement, "LEAST_SHARE", 2.0)
+    options = {"enforce_eager": False, "inflight": {"delta_gib": 0.01}}
+    llm = delta_engine(start, old, **options)
+    shadow = shadow_of(llm)
+    assert shadow.log is not None and shadow.arenas == ()
+    first = greedy(llm)
+    llm.update_weights_from_disk(str(new), "new")
+    assert greedy(llm) == fresh
+    llm.rollback_weights()
+    assert greedy(llm) == first
 
 
 def test_a_small_log_takes_small_changes_alone(start, old, new) -> None:

@@ -247,20 +247,22 @@ def test_the_live_weights_serve_without_memory_for_the_shadow_weights(
     assert greedy(llm) == fresh
 
 
-def test_an_engine_with_shadow_weights_on_the_host_sleeps_with_upstreams_allocator(
-    llm: Any, fresh: list[list[int]], old: Path, new: Path, eager: bool
+@pytest.mark.parametrize("staging", ["host", "delta"])
+def test_an_engine_with_weights_in_upstreams_pools_sleeps_with_upstreams_allocator(
+    llm: Any, fresh: list[list[int]], old: Path, new: Path, eager: bool, staging: str
 ) -> None:
     before = greedy(llm)
     llm.sleep(level=1)  # leaves the GPU to the other process
-    seen = run_script("asleep_on_host", old, new, int(eager))
+    seen = run_script("asleep_on_host", old, new, int(eager), staging)
     assert seen == {"before": before, "level_1": before, "level_2": fresh}
 
 
-def test_an_adapter_beside_a_second_set_on_the_host_outlives_every_sleep(
-    llm: Any, old: Path, eager: bool, tmp_path: Path
+@pytest.mark.parametrize("staging", ["host", "delta"])
+def test_an_adapter_beside_weights_in_upstreams_pools_outlives_every_sleep(
+    llm: Any, old: Path, eager: bool, staging: str, tmp_path: Path
 ) -> None:
     make_adapter(old, tmp_path)
     without = greedy(llm)
     llm.sleep(level=1)
-    seen = run_script("asleep_on_host", old, old, int(eager), tmp_path)
+    seen = run_script("asleep_on_host", old, old, int(eager), staging, tmp_path)
     assert seen["before"] == seen["level_1"] == seen["level_2"] != without

@@ -53,16 +53,24 @@ class InflightConfig:
         "Where the shadow weights are, into which an update is loaded while the live "
         "weights serve. 'device': in GPU memory. 'host': in host memory. 'delta': "
         "there are none; an update is kept as the elements that it changes, see "
-        "delta_gib. 'auto': 'device' on a GPU, 'host' on the CPU build. 'off': weight "
-        "updates are rejected.",
+        "delta_gib. 'auto': 'device' on a GPU, or 'delta' where the GPU is too small "
+        "for both; 'host' on the CPU build. 'off': weight updates are rejected.",
         choices=("auto", "device", "host", "delta", "off"),
     )
     delta_gib: float = _knob(
         0.0,
         "With staging 'delta', GiB of the log of changed elements on each rank; an "
-        "element of bf16 takes 6 bytes of it. An update that changes more is rejected. "
-        "0: a twentieth of the weights. 0 to 1024.",
+        "element of bf16 takes 6 bytes of it. An update that changes more goes on in "
+        "host memory, see delta_host_gib. 0: a twentieth of the weights. 0 to 1024.",
         limits=(0, 1024),
+    )
+    delta_host_gib: float = _knob(
+        -1.0,
+        "With staging 'delta', most GiB of host memory on each rank in which the log "
+        "of changed elements goes on; on a GPU it is page-locked. It is taken when it "
+        "is first needed, and kept. An update that changes more is rejected. 0: none. "
+        "-1: a quarter of the weights. -1 to 4096.",
+        limits=(-1, 4096),
     )
     prefix_cache: str = _knob(
         "versioned",

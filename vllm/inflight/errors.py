@@ -329,8 +329,9 @@ class ChangeLogFull(Conflict):
 
     code = "change_log_full"
     remedy = (
-        "Start the engine with the --inflight-delta-gib that the message names, or "
-        "with --inflight-staging device or host. The live weights are unchanged."
+        "Start the engine with the --inflight-delta-gib that the message names, with a "
+        "larger --inflight-delta-host-gib, or with --inflight-staging device or host. "
+        "The live weights are unchanged."
     )
     missing_bytes = 0
 

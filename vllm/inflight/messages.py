@@ -115,6 +115,8 @@ class Start:
     allow_nonfinite: bool
     deadline_s: float
     """Seconds from now until the update is aborted."""
+    are_lost: bool = False
+    """Whether the live weights are lost, so that nothing decodes with them."""
     path: str | None = None
     """Folder that all tensors of the model are read from; None: another source."""
     draft_path: str | None = None

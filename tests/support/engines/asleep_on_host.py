@@ -1,6 +1,7 @@
-"""An engine with its second set in host memory, asleep: upstream pools hold the first.
+"""An engine whose weights are in upstream pools, asleep.
 
-In a process of its own, because these pools refuse a second engine in one.
+They are there if the second set is in host memory, and with delta staging. In a process
+of its own, because these pools refuse a second engine in one.
 """
 
 import sys
@@ -14,7 +15,9 @@ from tests.support.engines.probe import greedy
 from tests.support.engines.script import OPTIONS, tell
 
 
-def main(old: Path, new: Path, eager: bool, folder: str | None = None) -> None:
+def main(
+    old: Path, new: Path, eager: bool, staging: str, folder: str | None = None
+) -> None:
     """Tell what it says before it sleeps, after level 1, and updated after level 2.
 
     With the adapter in `folder`, if there is one, which is loaded once.
@@ -29,7 +32,7 @@ def main(old: Path, new: Path, eager: bool, folder: str | None = None) -> None:
         str(old),
         **OPTIONS | {"enforce_eager": eager, "gpu_memory_utilization": 0.3},
         enable_sleep_mode=True,
-        additional_config={"inflight": {"staging": "host"}},
+        additional_config={"inflight": {"staging": staging}},
         **({} if folder is None else ADAPTERS),
     )
     seen = {"before": said()}

@@ -54,3 +54,17 @@ async def test_the_start_log_says_why_there_are_no_updates(
             return [{"ok": {"bytes": 0, "reason": "staging is off"}}]
 
     assert "no updates in flight (staging is off)" in await line(monkeypatch, Off())
+
+
+async def test_the_start_log_says_how_large_the_log_of_delta_staging_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class OneSet(Engine):
+        async def call_utility_all_async(self, _: str, *__: object) -> list[dict]:
+            sizes = {"bytes": 2 << 30, "host_bytes": 5 << 30, "has_logs": True}
+            return [{"ok": sizes | {"reason": None}}]
+
+    assert (
+        "one set of weights, and a log of 2.00 GiB, which goes on in up to 5.00 GiB of "
+        "host memory"
+    ) in await line(monkeypatch, OneSet())

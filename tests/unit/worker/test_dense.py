@@ -5,6 +5,7 @@ import torch
 
 from tests.support.deltas import random_bits, scattered, with_changes
 from vllm.inflight import ops
+from vllm.inflight.errors import ChangeLogFull
 from vllm.inflight.worker.delta import dense
 from vllm.inflight.worker.replay_plan import Copied, Entry, Zeroed, view_of
 from vllm.inflight.worker.shadow.change_log import ChangeLog
@@ -127,3 +128,28 @@ def test_minus_zero_is_not_zero_and_a_nan_equals_itself():
     assert num == 1
     assert torch.equal(live["w"].view(torch.int32), new.view(torch.int32))
     assert log.stretches[0].offsets.tolist() == [0]
+
+
+def test_what_differs_beyond_the_room_of_the_log_is_counted_and_not_logged():
+    live = {"w": random_bits(torch.bfloat16, 600).view(20, 30)}
+    other = {"w": random_bits(torch.bfloat16, 600, 1).view(20, 30)}
+    before = elements(live["w"], torch.int16).clone()
+    log = ChangeLog(CPU, 64)
+    for version in (other["w"], live["w"].clone()):  # the second one is equal
+        entry = Entry(
+            version.shape, version.dtype, [copied("w", live["w"], version)], []
+        )
+        dense.log_differences(log, live, entry, version)
+    num = int((elements(other["w"], torch.int16) != before).sum())
+    assert (log.num_elements, log.has_room, log.stretches) == (num, False, [])
+    log.clear()
+    log.add("w", torch.arange(2), before[:2], before[:2] + 1)
+    dense.log_differences(
+        log,
+        live,
+        Entry(live["w"].shape, torch.bfloat16, [copied("w", live["w"], other["w"])]),
+        other["w"],
+    )
+    with pytest.raises(ChangeLogFull, match=f"changes {num + 2} elements"):
+        log.require_room()
+    assert torch.equal(elements(live["w"], torch.int16), before)

@@ -14,8 +14,6 @@ from vllm.inflight.worker.model.one_set import one_set_obstacle
 def config(**facts: Any) -> Any:
     """A plain engine's, but for these facts."""
     of_parallel = {
-        "pipeline_parallel_size": 1,
-        "data_parallel_size": 1,
         "enable_expert_parallel": False,
     }
     of_model = {"enable_sleep_mode": False, "runner_type": "generate"}
@@ -39,21 +37,10 @@ def test_a_plain_model_has_none():
 @pytest.mark.parametrize(
     "facts, flag",
     [
-        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
-        ({"data_parallel_size": 2}, "--data-parallel-size"),
         ({"enable_expert_parallel": True}, "--enable-expert-parallel"),
-        ({"enable_sleep_mode": True}, "--enable-sleep-mode"),
         (
             {"speculative_config": SimpleNamespace(method="eagle")},
             "--speculative-config with a drafter that has weights",
-        ),
-        (
-            {
-                "additional_config": {
-                    "inflight": {"staging": "delta", "journal": "/tmp/journal"}
-                }
-            },
-            "--inflight-journal",
         ),
     ],
 )

@@ -17,6 +17,7 @@ from vllm.inflight.worker.integrity.outside_writes import overwritten
 from vllm.inflight.worker.memory import placement
 from vllm.inflight.worker.memory.arena import Arena
 from vllm.inflight.worker.model_state import ModelState
+from vllm.inflight.worker.shadow.change_log import ChangeLog
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.sleep import SleepBackend, backend_of
 from vllm.inflight.worker.worker_state import WorkerState
@@ -240,6 +241,23 @@ def test_an_arena_that_a_sleep_has_torn_does_not_wake_up(asked: list[str]) -> No
             with pytest.raises(ArenaTorn, match="a sleep failed"):
                 worker.backend.resume(tags)
         assert asked == []
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_log_is_given_back_with_the_weights_of_an_arena(
+    worker: Worker, level: int
+) -> None:
+    """Staging `auto` takes a log beside an arena that has no room for a second set."""
+    worker.arena.unpair()
+    shadow = worker.sets.shadow
+    shadow.arenas, shadow.log = (), ChangeLog(torch.device("cpu"), 1 << 10)
+    worker.backend.suspend(level)
+    assert shadow.log._memory is None
+    worker.backend.resume(["kv_cache"])
+    assert shadow.log._memory is None
+    worker.backend.resume(["weights"])
+    assert shadow.log._memory is not None and worker.arena.phase == "consolidated"
+    assert worker.serves(0) or level == 2
 
 
 def test_sleeping_twice_is_sleeping_once(worker: Worker) -> None:

@@ -1,6 +1,8 @@
 """The swap exchanges what was logged, proves it, and undoes what it cannot prove."""
 
+import re
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -9,9 +11,14 @@ from tests.support.deltas import random_bits, scattered
 from tests.support.triton_compiler import compile_for_gpu, succeeds
 from vllm.inflight import ops
 from vllm.inflight.errors import ChangeLogFull
-from vllm.inflight.worker.shadow.change_log import ChangeLog, capacity_of
+from vllm.inflight.worker.shadow import change_log
+from vllm.inflight.worker.shadow.change_log import (
+    ChangeLog,
+    capacity_of,
+    host_capacity_of,
+)
 from vllm.inflight.worker.shadow.changed_elements import elements
-from vllm.inflight.worker.shadow.swap import Swap, _OnDevice, swap_reference
+from vllm.inflight.worker.shadow.swap import Swap, _OnDevice, _OnHost, swap_reference
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64]
@@ -30,10 +37,10 @@ def bits_of(param: torch.Tensor) -> torch.Tensor:
 
 
 def logged(
-    live: dict[str, torch.Tensor], capacity: int = 1 << 20
+    live: dict[str, torch.Tensor], capacity: int = 1 << 20, host_capacity: int = 0
 ) -> tuple[ChangeLog, dict[str, torch.Tensor]]:
     """A log of changes in every parameter, and what they lead to."""
-    log, new = ChangeLog(CPU, capacity), {}
+    log, new = ChangeLog(CPU, capacity, host_capacity), {}
     for seed, (name, param) in enumerate(live.items()):
         new[name] = bits_of(param).clone()
         for share in (0.1, 0.3):  # in two stretches, which have no element in common
@@ -166,10 +173,197 @@ def test_the_log_has_a_twentieth_of_the_weights_by_default():
     assert capacity_of(0.5, 40 << 30) == 1 << 29
 
 
+def test_the_log_goes_on_in_a_quarter_of_the_weights_by_default():
+    assert host_capacity_of(-1, 40 << 30) == 10 << 30
+    assert host_capacity_of(0, 40 << 30) == 0
+    assert host_capacity_of(0.5, 40 << 30) == 1 << 29
+
+
+def test_elements_of_every_width_are_numbered_in_one_row():
+    """The number of an element decides what its bits contribute to the proof."""
+    log, _ = logged(parameters())
+    assert len({stretch.width for stretch in log.stretches}) == 4
+    firsts = [stretch.first for stretch in log.stretches]
+    counts = [len(stretch.offsets) for stretch in log.stretches]
+    assert firsts == [sum(counts[:number]) for number in range(len(counts))]
+    assert log.num_elements == log.expected()[1] == sum(counts)
+
+
+def test_rows_of_an_unknown_width_are_refused_before_the_first_element():
+    live = {"w": torch.zeros(64, dtype=torch.int32)}
+    log = ChangeLog(CPU, 1 << 10)
+    at = torch.arange(3)
+    log.add("w", at, live["w"][at], torch.ones(3, dtype=torch.int32))
+    swap = Swap(log, live)
+    assert isinstance(swap._swap, _OnHost)
+    swap._swap._rows.extend(swap._swap._rows)
+    swap._swap._num_rows, swap._swap._rows[-1] = 2, 3
+    with pytest.raises(ValueError, match="1, 2, 4 or 8 bytes"):
+        swap()
+    assert not live["w"].any()
+
+
+@pytest.fixture
+def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host memory comes in blocks that hold few stretches."""
+    monkeypatch.setattr(change_log, "BLOCK_BYTES", 1 << 12)
+
+
+def test_a_log_without_room_goes_on_in_host_memory_and_the_swap_takes_all_of_it(
+    short_blocks: None,
+):
+    live = parameters()
+    old = {name: bits_of(param).clone() for name, param in live.items()}
+    log, new = logged(live, capacity=4096, host_capacity=1 << 16)
+    log.require_room()
+    assert len(log._blocks) > 1
+    assert log.num_bytes <= 4096 + log.host_bytes <= 4096 + (1 << 16)
+    swap = Swap(log, live)
+    for _ in range(2):
+        swap()
+        assert are_equal(live, new)
+        swap()
+        assert are_equal(live, old)
+
+
+@pytest.mark.parametrize("number", [0, -1], ids=["beside the weights", "on the host"])
+def test_damage_in_either_part_undoes_the_swap(short_blocks: None, number: int):
+    live = parameters()
+    old = {name: bits_of(param).clone() for name, param in live.items()}
+    log, _ = logged(live, capacity=4096, host_capacity=1 << 16)
+    swap = Swap(log, live)
+    log.stretches[number].bits[1] ^= 1
+    with pytest.raises(RuntimeError, match="other bits than were staged"):
+        swap()
+    assert are_equal(live, old)
+
+
+def add_some(log: ChangeLog, live: dict[str, torch.Tensor], num: int) -> None:
+    """Log changes that no other call logs."""
+    name, param = next(iter(live.items()))
+    at = torch.arange(num)
+    log.add(name, at, bits_of(param)[at], bits_of(param)[at] + 1)
+
+
+def test_the_way_back_outlives_an_update_that_is_logged_beside_it():
+    live = parameters()
+    old = {name: bits_of(param).clone() for name, param in live.items()}
+    log, new = logged(live)
+    swap = Swap(log, live)
+    swap()
+    dropped: list[bool] = []
+    for num in (2000, 700, 2900):
+        log.begin(lambda: dropped.append(True))
+        add_some(log, live, num)
+        assert log.keeps and log.num_elements == num
+        swap()
+        assert are_equal(live, old)
+        swap()
+        assert are_equal(live, new)
+    assert not dropped
+
+
+@pytest.mark.parametrize("num_before", range(3))
+def test_an_update_has_all_of_the_log_once_the_way_back_is_given_up(num_before: int):
+    live = parameters()
+    log = ChangeLog(CPU, 1 << 14)
+    for number in range(num_before):  # from one end and from the other one
+        log.begin(log.drop_kept)
+        add_some(log, live, 1000 + number)
+        log.drop_kept()
+    add_some(log, live, 1000)
+    dropped: list[bool] = []
+
+    def give_up() -> None:
+        dropped.append(True)
+        log.drop_kept()
+
+    log.begin(give_up)
+    name = next(iter(live))
+    spaces = [log.reserve(name, 400, 4) for _ in range(5)]
+    assert dropped == [True] and not log.keeps
+    assert log.num_bytes == 5 * 3200 <= 1 << 14
+    ends = sorted(
+        (space.offsets.data_ptr(), space.bits.data_ptr() + space.bits.nbytes)
+        for space in spaces
+        if space is not None
+    )
+    assert len(ends) == 5
+    assert all(one[1] <= two[0] for one, two in pairwise(ends))
+    assert log.reserve(name, 400, 4) is None
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_a_log_tells_what_any_place_will_hold(short_blocks: None, is_turned: bool):
+    live = parameters()
+    log, new = logged(live, capacity=4096, host_capacity=1 << 16)
+    if is_turned:  # the order in which a turned matrix is logged
+        for stretch in log.stretches:
+            for memory in (stretch.offsets, stretch.bits):
+                memory.copy_(memory.flip(0))
+    places = scattered(2900, 0.2, 9)
+    for name, param in live.items():
+        served = bits_of(param)[places]
+        assert torch.equal(log.bits_at(name, places, served), new[name][places])
+
+
+def test_a_log_with_room_takes_no_host_memory():
+    log, _ = logged(parameters(), host_capacity=1 << 20)
+    assert log.host_bytes == 0
+
+
+def test_a_log_is_full_when_both_parts_are_and_the_named_size_has_room(
+    short_blocks: None,
+):
+    live = parameters()
+    log, _ = logged(live, capacity=4096, host_capacity=1 << 12)
+    named = r"room for 4096, and for 4096 in host memory\. --inflight-delta-gib (\S+)"
+    with pytest.raises(ChangeLogFull, match=named) as full:
+        log.require_room()
+    assert not log.has_room and full.value.missing_bytes > 0
+    found = re.search(named, str(full.value))
+    assert found is not None
+    logged(live, capacity=capacity_of(float(found[1]), 0))[0].require_room()
+    # What comes after it is counted, and finds no room although it would fit.
+    num = log.num_elements
+    assert log.reserve(next(iter(live)), 1, 1) is None
+    assert log.num_elements == num + 1
+    log.clear()
+    log.require_room()
+
+
+def test_host_memory_is_kept_and_short_blocks_give_way_to_a_long_one(
+    short_blocks: None,
+):
+    log = ChangeLog(CPU, 64, 1 << 14)
+    for _ in range(2):
+        for _ in range(4):
+            assert log.reserve("w", 500, 4) is not None  # a block has room for one
+        assert log.host_bytes == 1 << 14
+        log.clear()
+        assert log.host_bytes == 1 << 14
+    assert log.reserve("w", 1500, 4) is not None
+    assert log.host_bytes <= 1 << 14
+    assert log.reserve("w", 500, 4) is not None
+    assert log.reserve("w", 500, 4) is None
+
+
+def test_a_host_without_memory_is_named(monkeypatch: pytest.MonkeyPatch):
+    log = ChangeLog(CPU, 64, 1 << 14)
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("cannot pin")
+
+    monkeypatch.setattr(torch, "empty", fail)
+    assert log.reserve("w", 500, 4) is None
+    with pytest.raises(ChangeLogFull, match=r"does not have \(cannot pin\)"):
+        log.require_room()
+
+
 def check() -> None:
     """Runs where TRITON_INTERPRET was set before Triton was imported."""
     live = parameters()
-    log, new = logged(live)
+    log, new = logged(live, capacity=4096, host_capacity=1 << 20)
     # Elements that other ranks serve have no place here.
     for stretch in log.stretches:
         stretch.offsets[0] = -1

@@ -316,7 +316,9 @@ def _staging() -> Finding:
     return Finding(
         "staging",
         "device: shadow weights in GPU memory, which has to hold the weights twice; "
-        "host: shadow weights in page-locked memory",
+        "host: shadow weights in page-locked memory; delta: a log of a twentieth of "
+        "the weights, which goes on in up to a quarter of them in page-locked memory; "
+        "auto: device, or delta where the GPU is too small for it",
     )
 
 

@@ -130,6 +130,9 @@ class OutOfBandWrites(Protocol):
     def abort(self, why: str = ...) -> bool:
         """End a reload under way; returns whether there was one."""
 
+    def take_back_fill(self) -> None:
+        """Mark lost weights again if an update has filled some of them and ended."""
+
     def make_blank(self, *, keeps_some: bool) -> None:
         """Make lost weights blank, so that writes into them can be told."""
 

@@ -121,7 +121,7 @@ class Controller(Attached):
         writes = isinstance(call, calls.StartUpdate | calls.RollBack)
         # A swap leaves most of the live weights as they are.
         is_swap = isinstance(call, calls.CommitUpdate)
-        writes |= is_swap and self._config.staging == "delta"
+        writes |= is_swap and self.ranks.has_logs
         self.outside_writes.before_call(is_certain=writes)
         if isinstance(call, calls.StartUpdate):
             self.outside_writes.heal()
@@ -198,7 +198,12 @@ class Controller(Attached):
             case calls.ReadSource():
                 return queries.source(self)
             case calls.ReadStaging():
-                return {"bytes": self.ranks.nbytes, "reason": self.ranks.reason}
+                return {
+                    "bytes": self.ranks.nbytes,
+                    "host_bytes": self.ranks.host_bytes,
+                    "has_logs": self.ranks.has_logs,
+                    "reason": self.ranks.reason,
+                }
             case calls.ReadMetrics():
                 return self.metrics()
             case calls.ReadHealth():
@@ -225,7 +230,7 @@ class Controller(Attached):
         if (known := self.updates.ledger.started(call)) is not None:
             return known.state()
         self.may_start(call.update_id)
-        return self.updates.start(call)
+        return self.updates.start(call, are_lost=self.sleep.weights == "gone")
 
     def abort(self, call: calls.AbortUpdate) -> dict[str, Any]:
         """End an update.
@@ -435,6 +440,7 @@ class Controller(Attached):
             self.pauses.give_up(error, update)
             if self.dp_commit.is_armed_for(update):
                 self.dp_commit.disarm(error)
+            self.outside_writes.take_back_fill()
 
         self.step_queue.submit(give_up)
 

@@ -10,7 +10,8 @@ After level 2 the weights are zeros until an update has filled them.
 
 Either level gives the shadow weights back, and with them the rollback target. When the
 engine wakes up, they get memory again, as a copy of the live weights. If there is no
-room then, the next update tries again.
+room then, the next update tries again. With delta staging, the log of changed elements
+is given back in this way, and upstream's pools hold the live weights.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ class SleepBackend(upstream.CuMemBackend):
         if tags is None or "weights" in tags:
             self._restore()
         super().resume(tags)
+        if self._arena is None and (tags is None or "weights" in tags):
+            self._pair()
 
     def discard(self, tags: tuple[str, ...]) -> None:
         """Give back the memory that `tags` name; its content is lost.
@@ -89,11 +92,15 @@ class SleepBackend(upstream.CuMemBackend):
         if self._arena is None:
             self._staging.forget(served=not keeps_weights)
             self._shadow.stale.update(self._shadow.required)
+            if self._shadow.log is not None:
+                self._shadow.log.free()
             return
         if self._is_asleep:
             return
         self._backup = self._backup or self._copy(self._arena, keeps_weights)
         self._staging.forget(served=not keeps_weights)
+        if self._shadow.log is not None:
+            self._shadow.log.free()
         if self._arena.phase == "paired":
             self._arena.unpair()
         try:
@@ -104,7 +111,9 @@ class SleepBackend(upstream.CuMemBackend):
     def _restore(self) -> None:
         if self._arena is not None and self._arena.phase == "torn":
             raise ArenaTorn("a sleep failed, and the weights are not restored")
-        if self._arena is None or not self._is_asleep:
+        if self._arena is None:
+            return
+        if not self._is_asleep:
             self._backup = None  # a sleep failed, and the live weights are intact
             return
         assert self._backup is not None
@@ -112,6 +121,10 @@ class SleepBackend(upstream.CuMemBackend):
             self._arena.resume()
         self._backup.restore()
         self._backup, self._is_asleep = None, False
+        self._pair()
+
+    def _pair(self) -> None:
+        """Get memory for the shadow weights, or for the log, if there is some."""
         try:
             self._shadow.pair()
         except OutOfDeviceMemory as error:

@@ -122,6 +122,8 @@ class WriteWatch(Protocol):
     """What notices out-of-band writes, see `integrity.tripwire.Tripwire`."""
 
     is_asleep: bool
+    is_filling: bool
+    """Whether an update fills lost weights in place."""
     adopter: Adopter | None
     """What loads in place of the live model; None if nothing does."""
 
@@ -133,6 +135,12 @@ class WriteWatch(Protocol):
 
     def changed(self) -> None:
         """Note a change of the weights that the engine core knows."""
+
+    def begin_fill(self) -> None:
+        """Note that an update begins to fill lost weights in place."""
+
+    def end_fill(self) -> None:
+        """Note that it has written the last of them."""
 
     def look(self) -> Any:
         """Compare the weights with the reference; returns a `WriteReport`."""

@@ -36,13 +36,17 @@ async def _staging(config: VllmConfig, control: Control) -> str:
     reason = next((r["reason"] for r in replies if r["reason"] is not None), None)
     if reason is not None:
         return f"no updates in flight ({reason})"
+    num_bytes = sum(reply["bytes"] for reply in replies)
+    if any(reply.get("has_logs") for reply in replies):
+        on_host = sum(reply.get("host_bytes", 0) for reply in replies)
+        return (
+            f"one set of weights, and a log of {num_bytes / 2**30:.2f} GiB, which goes "
+            f"on in up to {on_host / 2**30:.2f} GiB of host memory"
+        )
     chosen = InflightConfig.of(config).staging
     if chosen == "auto":
         device = getattr(getattr(config, "device_config", None), "device_type", None)
         chosen = "device" if device == "cuda" else "host"
-    num_bytes = sum(reply["bytes"] for reply in replies)
-    if chosen == "delta":
-        return f"one set of weights, and a log of {num_bytes / 2**30:.2f} GiB"
     return f"shadow weights of {num_bytes / 2**30:.2f} GiB in {chosen} memory"
 
 

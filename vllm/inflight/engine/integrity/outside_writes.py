@@ -103,6 +103,8 @@ class OutsideWrites:
         )
         config = InflightConfig.of(core.vllm_config)
         self._deadline_s = config.update_deadline_s
+        self._fills_in_place = controller.ranks.has_logs
+        """Whether updates write lost weights where they are served."""
         self._thread: int | None = None
         """The thread of the caller's process that has begun the open reload."""
         self._found: list[dict[str, Any]] = []
@@ -231,6 +233,16 @@ class OutsideWrites:
                 "counted; decoding goes on after an update of all tensors"
             )
 
+    def take_back_fill(self) -> None:
+        """Mark lost weights again if an update has filled some of them and ended."""
+        if not self._fills_in_place or self._controller.sleep.weights != "gone":
+            return
+        try:
+            self._controller.ranks.overwrite("take_back_fill")
+            self._found = self._controller.ranks.overwrite("look")
+        except Exception as fault:  # the next update writes over what is left
+            logger.warning("lost weights could not be marked again: %s", fault)
+
     def progress(self) -> str:
         """The end of a message: how many parameters of lost weights were written."""
         missing = [r for r in self._found if r["num_missing"]]
@@ -307,6 +319,13 @@ class OutsideWrites:
                 f"{name} has failed and left the weights half written ({_text(error)})"
             )
         if was_lost and (error is not None or self._num_missing() != 0):
+            if self._fills_in_place:
+                self._controller.updates.end(
+                    UpdateBusy(
+                        f"{name} has written into the lost weights that the update "
+                        "fills in place; start the update again"
+                    )
+                )
             self._acknowledge(name)
             self._log_write(name, "has written lost weights%s", self.progress())
             return
@@ -495,6 +514,7 @@ class OutsideWrites:
         controller.pauses.check_commit(mode)
         encoder_cache.check_retractable(scheduler)
         controller.ranks.overwrite("let_go")
+        self.take_back_fill()
         controller.ranks.overwrite("arm")
         controller.ranks.wait_for_steps(self._core.batch_queue)
         kv_connectors.drop(scheduler, self._core.batch_queue)

@@ -383,6 +383,8 @@ class Sleep:
         is_awake = wake()
         if were_asleep and self.weights == "gone" and self._lost == GIVEN_UP:
             self._controller.outside_writes.make_blank(keeps_some=True)
+        elif were_asleep:
+            self._controller.outside_writes.take_back_fill()
         if is_awake:
             self.is_paused_by_sleep = False
             is_held = self._hold()

@@ -92,6 +92,10 @@ class Ranks:
         """Whether commands reach the ranks and their statuses come back."""
         reasons = [reply["reason"] for reply in replies if reply["reason"]]
         self.nbytes = sum(reply["bytes"] for reply in replies)
+        self.host_bytes = sum(reply.get("host_bytes", 0) for reply in replies)
+        """Most bytes of host memory that the logs of delta staging go on in."""
+        self.has_logs = any(reply.get("has_log") for reply in replies)
+        """Whether ranks have one set of weights, and a log of what changes."""
         self.is_reversible = all(reply["is_reversible"] for reply in replies)
         """Whether every rank keeps the version before a commit as rollback target."""
         self.has_mtp = any(reply.get("has_mtp") for reply in replies)

@@ -88,9 +88,12 @@ class Updates:
         """The last update, until it is known whether a rank has begun to overwrite the
         rollback target."""
 
-    def start(self, call: calls.StartUpdate) -> dict[str, Any]:
+    def start(
+        self, call: calls.StartUpdate, *, are_lost: bool = False
+    ) -> dict[str, Any]:
         """Open an update; replies `{"update_id", "phase"}`.
 
+        With `are_lost` the live weights are lost, and may be filled in place.
         `base_version` is checked for a new update only, since a repeated call may come
         after the commit. The manifest is packed (`Manifest.packed`).
         """
@@ -136,6 +139,7 @@ class Updates:
             transport=call.transport,
             allow_nonfinite=allow_nonfinite,
             deadline_s=float(deadline_s),
+            are_lost=are_lost,
             path=call.source,
             draft_path=call.draft_source,
         )

@@ -159,6 +159,19 @@ def make_blank(worker: upstream.WorkerBase, keeps_some: bool) -> None:
         stager.shadow.stale.update(stager.shadow.required)
 
 
+def take_back_fill(worker: upstream.WorkerBase) -> None:
+    """Blank lost weights again if an update has filled some of them in place.
+
+    Raises:
+        EngineFault: that update may still write.
+
+    """
+    let_go(worker)
+    tripwire = tripwire_of_worker(worker)
+    if tripwire is not None and tripwire.is_filling:
+        make_blank(worker, False)
+
+
 def let_go(worker: upstream.WorkerBase) -> None:
     """See `StagingWorker.let_go`."""
     if (stager := WorkerState.of(worker).stager) is not None:
@@ -182,5 +195,6 @@ MOVES: dict[str, Callable[..., Any]] = {
     "put_back": put_back,
     "make_blank": make_blank,
     "let_go": let_go,
+    "take_back_fill": take_back_fill,
 }
 """The calls that the engine core makes on a rank, by an RPC with an envelope."""

@@ -284,6 +284,17 @@ class Scrub:
             except Exception as error:
                 self._error = self._error or error
 
+    def differing(self) -> list[str]:
+        """The tensors that differ, of those that this rank has all of."""
+        layout, rows = self._layout, self._read()
+        sums = torch.zeros(len(layout.names), 2, dtype=torch.int64, device="cpu")
+        sums.index_add_(0, layout.owners, rows[layout.rows])
+        covered = torch.zeros_like(layout.numel)
+        covered.index_add_(0, layout.owners, layout.covered)
+        is_wrong = (sums != self._expected()).any(1) & (covered == layout.numel)
+        names = zip(layout.names, is_wrong.tolist(), strict=True)
+        return [name for name, wrong in names if wrong and name in self._facts]
+
     def result(self) -> dict[str, Any]:
         """The findings, once every slice has been read.
 
@@ -305,11 +316,7 @@ class Scrub:
             - `marks`: digests of all parameters that are no copies.
 
         """
-        while self._slices:
-            self.slice()
-        if self._error is not None:
-            raise self._error
-        layout, rows = self._layout, self._sums.results()
+        layout, rows = self._layout, self._read()
         marks = {
             place.param: _digest(rows[place.row])
             for place in layout.places
@@ -326,13 +333,10 @@ class Scrub:
         for name, twice in layout.twice:
             if (rows[twice] != rows[twice[0]]).any():
                 self._wrong.add(name)
-        found = [self._facts.get(name) for name in layout.names]
-        numbers = ((0, 0) if fact is None else fact[2] for fact in found)
-        expected = _signed(chain.from_iterable(numbers)) - layout.counts
-        is_here = _numbers(fact is not None for fact in found)
+        is_here = _numbers(name in self._facts for name in layout.names)
         return {
             "names": layout.names,
-            "expected": _bytes(expected),
+            "expected": _bytes(self._expected()),
             "numel": _bytes(layout.numel),
             "owners": _bytes(layout.owners),
             "parts": _bytes(layout.parts),
@@ -343,6 +347,20 @@ class Scrub:
             "num_marked": len(known),
             "marks": marks,
         }
+
+    def _read(self) -> torch.Tensor:
+        """The sums of every row, once every slice has been read."""
+        while self._slices:
+            self.slice()
+        if self._error is not None:
+            raise self._error
+        return self._sums.results()
+
+    def _expected(self) -> torch.Tensor:
+        """The sums that the tensors have in the version; int64 [names, 2]."""
+        found = (self._facts.get(name) for name in self._layout.names)
+        numbers = ((0, 0) if fact is None else fact[2] for fact in found)
+        return _signed(chain.from_iterable(numbers)) - self._layout.counts
 
 
 def copies(layout: Layout, facts: Mapping[str, Facts]) -> set[str]:

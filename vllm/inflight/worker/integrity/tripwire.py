@@ -111,6 +111,9 @@ class Tripwire:
         self._blank: dict[str, torch.nn.Parameter] | None = None
         """Parameters that were made blank and are not fully written yet."""
         self._num_blank = 0
+        self.is_filling = False
+        """Whether an update fills lost weights in place; until its commit, none of them
+        counts as written."""
         self._homes: dict[str, tuple[torch.nn.Parameter, torch.Tensor]] = {}
         """Parameters and their memory, on a device whose graphs refer to that memory.
         """
@@ -175,15 +178,28 @@ class Tripwire:
     # ------------------------------------------------------- what is asked
     def arm(self) -> None:
         """Take the reference, unless there is one."""
-        if self._reference is None and not self.is_asleep and not self.is_loading():
+        is_busy = self.is_asleep or self.is_filling or self.is_loading()
+        if self._reference is None and not is_busy:
             self._reference = self._now()
 
     def changed(self) -> None:
         """An update, a reload or a sleep has changed the weights, and that is known."""
         self._reference = self._blank = None
-        self._num_blank = 0
+        self._num_blank, self.is_filling = 0, False
         if self._is_eager:
             self.arm()  # it never fails: a flip that was made would look undone
+
+    def begin_fill(self) -> None:
+        """An update begins to fill lost weights in place: its writes are no news.
+
+        Until its commit, only loads and reloads of others are noticed, and from
+        `end_fill` on all writes.
+        """
+        self.is_filling, self._reference = True, None
+
+    def end_fill(self) -> None:
+        """The update has written the last of the lost weights."""
+        self._reference = self._now()
 
     def look(self) -> WriteReport:
         """Compare the weights with the reference; returns a report."""
@@ -237,7 +253,9 @@ class Tripwire:
             kept: patterns of the names of parameters that are left as they are.
 
         """
-        patterns, blank = [*kept, DRAFT + "*"], {}
+        # What an update has filled in part is no version's.
+        patterns = [DRAFT + "*", *(() if self.is_filling else kept)]
+        blank = {}
         with torch.no_grad():
             for name, layer, key, param in parameters(self._root):
                 is_kept = any(fnmatchcase(name, pattern) for pattern in patterns)
@@ -282,13 +300,15 @@ class Tripwire:
                 layer._parameters[key] = own
 
     def _compare(self) -> None:
+        if self.is_filling and self._reference is None:
+            return  # the writes are those of an update
         now = self._now()
         if now is not None and self._reference is not None:
             (states, sampled), (states_now, sampled_now) = self._reference, now
             is_same = fingerprint.is_same(sampled, sampled_now)
             self._is_written |= states != states_now or not is_same
         self._reference = now
-        if self._blank:
+        if self._blank and not self.is_filling:
             self._blank = {
                 name: param
                 for name, param, sampled in _with_samples(self._blank)

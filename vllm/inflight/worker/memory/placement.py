@@ -20,10 +20,20 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.errors import ArenaTorn, ConfigError, InflightError
+from vllm.inflight.errors import (
+    ArenaTorn,
+    ConfigError,
+    InflightError,
+    OutOfDeviceMemory,
+)
 from vllm.inflight.worker.memory.arena import Arena
 from vllm.inflight.worker.model import support
+from vllm.inflight.worker.model.one_set import one_set_obstacle
 from vllm.inflight.worker.model_state import ModelState, recall
+
+LEAST_SHARE = 0.05
+"""Two sets of weights leave this share of an engine's memory, or there is one. The
+share is for the KV cache and the activations of a step."""
 
 logger = upstream.init_logger(__name__)
 
@@ -35,6 +45,8 @@ class Placement:
     arena: Arena | None
     reason: str | None
     """Why the arena has no shadow range; None if it has one."""
+    is_short: bool = False
+    """Whether it has none because two sets of weights do not fit the GPU."""
 
 
 def placement_of(model: torch.nn.Module) -> Placement:
@@ -120,14 +132,41 @@ def _add_shadow_range(
     except InflightError as error:
         # The live weights are whole, whatever happened. Only the shadow range is
         # missing.
-        return Placement(arena, str(error))
+        return Placement(arena, str(error), isinstance(error, OutOfDeviceMemory))
     runs = arena.runs()
+    both = 2 * sum(num_bytes for _, num_bytes in runs)
+    if (reason := _lack_of_room(both, vllm_config)) is not None:
+        can_have_one = InflightConfig.of(vllm_config).staging == "auto"
+        if can_have_one and one_set_obstacle(model, vllm_config) is None:
+            arena.unpair()
+            return Placement(arena, reason, is_short=True)
     logger.info(
         "shadow weights lie beside the live weights: %.2f GiB in %d handles",
         sum(num_bytes for _, num_bytes in runs) / 2**30,
         len(runs),
     )
     return Placement(arena, None)
+
+
+def _lack_of_room(num_bytes: int, vllm_config: upstream.VllmConfig) -> str | None:
+    """Why two sets leave too little for a KV cache; None if they leave enough.
+
+    Args:
+        num_bytes: of both sets, which have their memory.
+        vllm_config: of the engine.
+
+    """
+    cache = vllm_config.cache_config
+    free, total = torch.cuda.mem_get_info()
+    asked = cache.kv_cache_memory_bytes
+    budget = int(total * cache.gpu_memory_utilization)
+    left = free if asked else budget - num_bytes
+    if left >= (asked or budget * LEAST_SHARE):
+        return None
+    return (
+        f"two sets of weights take {num_bytes / 2**30:.2f} GiB and leave "
+        f"{max(0, left) / 2**30:.2f} GiB for the KV cache and the steps"
+    )
 
 
 def tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

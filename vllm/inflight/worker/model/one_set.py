@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 
 from vllm.inflight import upstream
-from vllm.inflight.config import InflightConfig
 from vllm.inflight.worker.model import classifier, mla, moe, quantized
 from vllm.inflight.worker.model.layers import layers
 
@@ -22,11 +21,7 @@ def one_set_obstacle(
     """Why an engine cannot be updated with one set of weights; None if it can."""
     parallel, drafting = vllm_config.parallel_config, vllm_config.speculative_config
     flags = {
-        "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
-        "--data-parallel-size": parallel.data_parallel_size > 1,
         "--enable-expert-parallel": parallel.enable_expert_parallel,
-        "--enable-sleep-mode": vllm_config.model_config.enable_sleep_mode,
-        "--inflight-journal": bool(InflightConfig.of(vllm_config).journal),
         "--speculative-config with a drafter that has weights": drafting is not None
         and drafting.method not in DRAFTERS_WITHOUT_WEIGHTS,
     }

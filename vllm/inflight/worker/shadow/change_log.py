@@ -3,22 +3,29 @@
 With `--inflight-staging delta` a rank has one set of weights. An update is staged as
 places in the live parameters, with the bits that they will have. The commit exchanges
 the bits of the log with those of the parameters (swap.py). From then on the log holds
-what was served before: it is the way back, until the next update begins to write.
+what was served before: it is the way back. The next update is logged from the other end
+of the memory, so the way back stays until it is in the way, or that update is staged.
 
 Every element has a number in the log. At that number, its old and its new bits
 contribute to a digest (docs/digest.md). The sum is known when the update is staged, and
 the swap computes it once more from the bits that it meets.
+
+What finds no room in the memory beside the weights goes on in host memory, block by
+block. A block is allocated when it is first needed, and kept. Blocks of a GPU's log are
+page-locked: kernels read and write them by their addresses, as they do memory of the
+GPU.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from vllm.inflight import ops
-from vllm.inflight.errors import ChangeLogFull
+from vllm.inflight.errors import ChangeLogFull, OutOfDeviceMemory
 
 ALIGNMENT = 8
 """Bytes at whose multiples offsets and bits begin."""
@@ -27,6 +34,9 @@ SUMS = 3
 """int64 values of the sums on a GPU: both halves of the digest, and the elements."""
 
 GIB = 1 << 30
+
+BLOCK_BYTES = 1 << 28
+"""Bytes of a block of host memory. To page-lock much at once would stop decoding."""
 
 
 class Logged(NamedTuple):
@@ -54,16 +64,36 @@ class ChangeLog:
 
     Args:
         device: of the live weights.
-        capacity: bytes of its memory, which is allocated here and never again.
+        capacity: bytes of its memory, which is allocated here. It is given back for a
+            sleep alone.
+        host_capacity: most bytes of host memory that it goes on in.
 
     """
 
-    def __init__(self, device: torch.device, capacity: int) -> None:
+    def __init__(
+        self, device: torch.device, capacity: int, host_capacity: int = 0
+    ) -> None:
         self.device = device
         self.capacity = capacity
-        self._memory = torch.empty(capacity, dtype=torch.uint8, device=device)
+        self.host_capacity = host_capacity
+        self._memory: torch.Tensor | None = None
+        self._used = 0
+        """Bytes of it that are taken, from the top or from the bottom."""
+        self._is_from_top = False
+        self._kept: int | None = None
+        """Bytes at the other end that hold the way back; None if it is not kept."""
+        self._give_up: Callable[[], None] | None = None
+        """What gives the way back up."""
+        self._blocks: list[torch.Tensor] = []
+        """In host memory."""
+        self._block, self._used_of_block = 0, 0
+        """The number of the block that is filled now, and its bytes that are taken."""
+        self._lack = ""
+        """Why the host gave no block, for messages."""
+        self.has_room = True
+        """Whether all elements found room."""
         self.number = 0
-        """Changes whenever the log is emptied."""
+        """Changes whenever the log is emptied, and with the live weights."""
         self.stretches: list[Logged] = []
         self.num_bytes = 0
         """Bytes of the elements, whether the log has room for them or not."""
@@ -72,18 +102,66 @@ class ChangeLog:
         self._num_counted = 0
         self.sums: torch.Tensor | None = None
         """On a GPU: the sums over elements whose bits the host has not seen."""
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Get memory, unless there is some; raises `OutOfDeviceMemory`."""
+        if self._memory is not None:
+            return
+        try:
+            self._memory = torch.empty(
+                self.capacity, dtype=torch.uint8, device=self.device
+            )
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            raise OutOfDeviceMemory(
+                f"there is no memory for a log of {self.capacity} bytes: {error}",
+                missing_bytes=self.capacity,
+            ) from error
+
+    def free(self) -> None:
+        """Give the memory back; `allocate` gets it again."""
+        self.clear()
+        self._memory = None
 
     def clear(self) -> None:
         """Empty the log: there is no way back any more."""
+        self.drop_kept()
+        self._empty()
+
+    def begin(self, give_up: Callable[[], None]) -> None:
+        """Begin to log an update, and keep what the last one has logged.
+
+        Args:
+            give_up: called when that is in the way; it calls `drop_kept`.
+
+        """
+        if self._kept is None:  # else an update was aborted since
+            self._kept, self._is_from_top = self._used, not self._is_from_top
+        self._give_up = give_up
+        self._empty()
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the way back is kept while an update is logged."""
+        return self._kept is not None
+
+    def drop_kept(self) -> None:
+        """Keep the way back no longer, while an update is logged."""
+        self._kept = self._give_up = None
+        self._block = self._used_of_block = 0
+
+    def _empty(self) -> None:
         self.number += 1
         self.stretches = []
         self.num_bytes = self.num_elements = self._num_counted = 0
+        self._used = 0
+        self.has_room, self._lack = True, ""
         self._terms, self.sums = ops.Digest.ZERO, None
 
     @property
-    def has_room(self) -> bool:
-        """Whether all elements found room."""
-        return self.num_bytes <= self.capacity
+    def host_bytes(self) -> int:
+        """Bytes of host memory that the log has by now."""
+        return sum(map(len, self._blocks))
 
     def require_room(self) -> None:
         """Raise `ChangeLogFull` unless all elements found room."""
@@ -92,9 +170,12 @@ class ChangeLog:
         needed = self.num_bytes / GIB
         raise ChangeLogFull(
             f"the update changes {self.num_elements} elements on this rank, and their "
-            f"log takes {self.num_bytes} bytes; there is room for {self.capacity}. "
+            f"log takes {self.num_bytes} bytes; there is room for {self.capacity}, and "
+            f"for {self.host_capacity} in host memory{self._lack}. "
             f"--inflight-delta-gib {_rounded_up(needed)} has room for them",
-            missing_bytes=self.num_bytes - self.capacity,
+            missing_bytes=max(
+                ALIGNMENT, self.num_bytes - self.capacity - self.host_capacity
+            ),
         )
 
     def reserve(self, param: str, num: int, width: int) -> Logged | None:
@@ -103,14 +184,16 @@ class ChangeLog:
         Elements without room are counted, so that the error can say how much is
         missing.
         """
-        first, at = self.num_elements, self.num_bytes
-        bits_at = at + _aligned(4 * num)
+        first, bits_at = self.num_elements, _aligned(4 * num)
+        num_bytes = bits_at + _aligned(width * num)
         self.num_elements += num
-        self.num_bytes = bits_at + _aligned(width * num)
-        if not self.has_room:
+        self.num_bytes += num_bytes
+        space = self._take(num_bytes) if self.has_room else None
+        if space is None:
+            self.has_room = False
             return None
-        offsets = self._memory[at : at + 4 * num].view(torch.int32)
-        bits = self._memory[bits_at : bits_at + width * num].view(ops.INTEGERS[width])
+        offsets = space[: 4 * num].view(torch.int32)
+        bits = space[bits_at : bits_at + width * num].view(ops.INTEGERS[width])
         logged = Logged(param, width, offsets, bits, first)
         self.stretches.append(logged)
         return logged
@@ -130,8 +213,9 @@ class ChangeLog:
         num, width = len(offsets), new.element_size()
         if not num or (logged := self.reserve(param, num, width)) is None:
             return
-        logged.offsets.copy_(offsets)
-        logged.bits.copy_(new)
+        # Converted first: a copy to the host would convert there.
+        logged.offsets.copy_(offsets.to(torch.int32), non_blocking=True)
+        logged.bits.copy_(new, non_blocking=True)
         first = logged.first
         numbers = torch.arange(first, first + num, device=self.device)
         self._num_counted += num
@@ -141,6 +225,77 @@ class ChangeLog:
         from vllm.inflight.ops.triton_kernels import add_changes
 
         add_changes(numbers, old.contiguous(), new.contiguous(), self.sums_on_device())
+
+    def _take(self, num_bytes: int) -> torch.Tensor | None:
+        """Memory beside the weights, or else host memory; None if there is none."""
+        assert self._memory is not None
+        if self._kept is not None and num_bytes > self._left - self._kept:
+            assert self._give_up is not None
+            self._give_up()
+        if num_bytes <= self._left:
+            start = self._left - num_bytes if self._is_from_top else self._used
+            self._used += num_bytes
+            return self._memory[start : start + num_bytes]
+        while self._block < len(self._blocks):
+            block, start = self._blocks[self._block], self._used_of_block
+            if start + num_bytes <= len(block):
+                self._used_of_block += num_bytes
+                return block[start : self._used_of_block]
+            if not start:  # it is too short, and nothing refers to it
+                del self._blocks[self._block :]
+                break
+            self._block, self._used_of_block = self._block + 1, 0
+        if (fresh := self._new_block(num_bytes)) is None:
+            return None
+        self._blocks.append(fresh)
+        self._used_of_block = num_bytes
+        return fresh[:num_bytes]
+
+    @property
+    def _left(self) -> int:
+        return self.capacity - self._used
+
+    def _new_block(self, num_bytes: int) -> torch.Tensor | None:
+        """A block with room for so many bytes; None if there is no memory for it."""
+        left = self.host_capacity - self.host_bytes
+        if left < num_bytes:
+            return None
+        size = min(left, max(num_bytes, BLOCK_BYTES))
+        try:
+            is_pinned = self.device.type == "cuda"
+            return torch.empty(
+                size, dtype=torch.uint8, device="cpu", pin_memory=is_pinned
+            )
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            self._lack = f", which the host does not have ({error})"
+            return None
+
+    def bits_at(
+        self, param: str, offsets: torch.Tensor, served: torch.Tensor
+    ) -> torch.Tensor:
+        """The bits that a few places of a parameter have after the commit.
+
+        Args:
+            param: its name.
+            offsets: places in its memory.
+            served: the bits that are there now, as integers.
+
+        """
+        bits = served
+        for each in self._stretches_of(param):
+            device = each.offsets.device
+            held, order = each.offsets, None
+            if bool((held[1:] < held[:-1]).any()):  # a turned matrix
+                held, order = held.sort()
+            wanted = offsets.to(device, torch.int32)
+            at = torch.searchsorted(held, wanted).clamp_(max=len(held) - 1)
+            is_logged = (held[at] == wanted).to(bits.device)
+            found = each.bits[at if order is None else order[at]].to(bits.device)
+            bits = torch.where(is_logged, found, bits)
+        return bits
+
+    def _stretches_of(self, param: str) -> list[Logged]:
+        return [each for each in self.stretches if each.param == param]
 
     def sums_on_device(self) -> torch.Tensor:
         """The sums on the GPU: int64 [SUMS]; whoever fills `reserve` adds to them."""
@@ -167,6 +322,17 @@ def capacity_of(gib: float, num_bytes: int) -> int:
     """
     wanted = int(gib * GIB) if gib else max(num_bytes // 20, 1 << 16)
     return _aligned(wanted)
+
+
+def host_capacity_of(gib: float, num_bytes: int) -> int:
+    """Most bytes of host memory that the log of a rank goes on in.
+
+    Args:
+        gib: `--inflight-delta-host-gib`; -1 means a quarter of the weights.
+        num_bytes: of the weights of this rank.
+
+    """
+    return _aligned(num_bytes // 4 if gib < 0 else int(gib * GIB))
 
 
 def _aligned(num_bytes: int) -> int:

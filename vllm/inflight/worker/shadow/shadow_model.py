@@ -27,7 +27,7 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.errors import ArenaTorn, ConfigError
+from vllm.inflight.errors import ArenaTorn, ConfigError, OutOfDeviceMemory
 from vllm.inflight.ops import gpu_digest
 from vllm.inflight.tensor_names import Known
 from vllm.inflight.transport.buckets.reassembly import Destination
@@ -52,7 +52,11 @@ from vllm.inflight.worker.replay_check import (
 from vllm.inflight.worker.replay_plan import Plan
 from vllm.inflight.worker.shadow import parameters
 from vllm.inflight.worker.shadow.build import build_second
-from vllm.inflight.worker.shadow.change_log import ChangeLog, capacity_of
+from vllm.inflight.worker.shadow.change_log import (
+    ChangeLog,
+    capacity_of,
+    host_capacity_of,
+)
 from vllm.inflight.worker.shadow.changed_elements import ChangedElements
 from vllm.inflight.worker.verify.ignored_tensors import IgnoredTensors
 from vllm.inflight.worker.verify.parameter_map import ParameterMap
@@ -108,8 +112,7 @@ class ShadowModel:
         self.busy: torch.Event | None = None
         """Set while a commit may still be copying from this model."""
         self._config = InflightConfig.of(vllm_config)
-        has_parameters = self._config.staging != "delta"
-        self.plan = Plan(is_replayed=has_parameters and device.type != "cpu")
+        self.plan = Plan(is_replayed=device.type != "cpu")
         """The record of what loaders do; replayed where parameters stay in place."""
         self.log: ChangeLog | None = None
         """What an update changes, with delta staging; there are no shadow parameters
@@ -142,12 +145,17 @@ class ShadowModel:
                 f"the shadow model could not be built: {type(error).__name__}: {error}"
             )
         if self.reason is not None:
-            self.module, self.arenas, self.log = None, (), None
-            self.plan.forget()
-            self.required.clear()
+            self.give_up(self.reason)
             return
         if device.type == "cpu" and self.log is None:
             self.stale.update(self.required)  # no copy of the live weights yet
+
+    def give_up(self, reason: str) -> None:
+        """Hold no shadow weights and no log, because of `reason`."""
+        self.reason = reason
+        self.module, self.arenas, self.log = None, (), None
+        self.plan.forget()
+        self.required.clear()
 
     def _build(self, vllm_config: upstream.VllmConfig) -> str | None:
         """Build the module tree; returns the reason if that is impossible."""
@@ -166,9 +174,14 @@ class ShadowModel:
             parallel.data_parallel_size == 1 or not moe.are_shared_out(live)
         )
         self.tp_size = parallel.tensor_parallel_size
-        is_logged = self._config.staging == "delta"
+        is_wanted, lack = self._config.staging == "delta", self._lack_of_room()
+        is_logged = is_wanted or lack is not None
         if is_logged and (reason := one_set_obstacle(live, vllm_config)) is not None:
-            return reason
+            if is_wanted:
+                return reason
+            is_logged = False
+        if is_logged and not is_wanted:
+            logger.warning("one set of weights, and a log of what changes: %s", lack)
         # On a GPU there is memory for the shadow parameters, and for no others.
         is_cpu = self.device.type == "cpu" and not is_logged
         # The map from ranks to experts is read while a model is built.
@@ -187,6 +200,16 @@ class ShadowModel:
             return self._open_log()
         return None if is_cpu else self._settle_in(vllm_config)
 
+    def _lack_of_room(self) -> str | None:
+        """Why `auto` stages into a log; None if it need not.
+
+        It is so where two sets of weights do not fit the GPU.
+        """
+        homes = [placement_of(tree) for tree in trees(self.live)]
+        is_short = any(home.is_short for home in homes)
+        reasons = [home.reason for home in homes if home.reason is not None]
+        return reasons[0] if is_short and self._config.staging == "auto" else None
+
     def _open_log(self) -> str | None:
         """Allocate the log of delta staging; returns the reason if there is none."""
         assert self.module is not None
@@ -195,12 +218,14 @@ class ShadowModel:
         dtypes = {param.dtype for param in self.module.parameters()}
         if self.device.type == "cuda":
             gpu_digest.warm(self.device, dtypes)
+        self.plan = Plan(is_replayed=False)
         parameters.mark_hollow(self.module)
         capacity = capacity_of(self._config.delta_gib, self.nbytes)
+        on_host = host_capacity_of(self._config.delta_host_gib, self.nbytes)
         try:
-            self.log = ChangeLog(self.device, capacity)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            return f"there is no memory for a log of {capacity} bytes: {error}"
+            self.log = ChangeLog(self.device, capacity, on_host)
+        except OutOfDeviceMemory as error:
+            return str(error)
         return None
 
     def _note_parameters(self) -> None:
@@ -283,6 +308,11 @@ class ShadowModel:
         """Bytes of the shadow weights, or of the log that is in their place."""
         return self.nbytes if self.log is None else self.log.capacity
 
+    @property
+    def host_bytes(self) -> int:
+        """Most bytes of host memory that the log goes on in."""
+        return 0 if self.log is None else self.log.host_capacity
+
     def place(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype
     ) -> Destination | None:
@@ -345,14 +375,16 @@ class ShadowModel:
         flip; it is set to show the shadow weights again.
         """
         self._drop_added()
-        if self.arenas:
+        if self.log is not None:
+            self.pair()
+        elif self.arenas:
             self.pair()
             for arena in self.arenas:
                 arena.settle()
         elif self.busy is not None:
             self.busy.synchronize()
             self.busy = None
-        elif self.device.type == "cpu" and self.log is None:
+        elif self.device.type == "cpu":
             assert self.module is not None
             if not self._processed:
                 parameters.mirror_processed(
@@ -434,12 +466,14 @@ class ShadowModel:
 
     def pair(self) -> None:
         """Give the shadow range memory again after a sleep, as a copy of the live
-        weights.
+        weights; with delta staging, give it to the log.
 
         Raises:
             OutOfDeviceMemory: memory is missing; the error says how much.
 
         """
+        if self.log is not None:
+            self.log.allocate()
         for arena in self.arenas:
             if arena.phase != "paired":
                 arena.pair()

@@ -34,6 +34,7 @@ from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.update import Manifest, TensorSpec
 from vllm.inflight.worker.delta.dense import Came, Comparison
 from vllm.inflight.worker.delta.destinations import KnownDestinations
+from vllm.inflight.worker.delta.fill import fill
 from vllm.inflight.worker.delta.whole_tensors import DeltaTensors
 from vllm.inflight.worker.delta.writer import DeltaWriter
 from vllm.inflight.worker.model.classifier import SCORE
@@ -62,6 +63,8 @@ class UpdateLoader:
         between_flips: context in which no flip exchanges live and shadow weights.
         served: the content of the live weights, if it is known tensor by tensor.
         between: called while weights are copied, with the bytes copied so far.
+        fills: with delta staging, whether the live weights are lost, and are filled in
+            place.
 
     """
 
@@ -78,8 +81,10 @@ class UpdateLoader:
         between_flips: Callable[[], AbstractContextManager[None]] = nullcontext,
         served: Content | None = None,
         between: Callable[[int], None] = lambda num_bytes: None,
+        fills: bool = False,
     ) -> None:
         self._shadow = shadow
+        self._fills = fills
         self._manifest = manifest
         self._verify = verify
         self._allow_nonfinite = allow_nonfinite
@@ -91,12 +96,14 @@ class UpdateLoader:
         """Context in which no flip exchanges live and shadow weights."""
         assert shadow.module is not None
         self._module = shadow.module
+        self._live: dict[str, torch.Tensor] = {}
+        """With delta staging: the live parameters."""
         self._comparison: Comparison | None = None
         """With delta staging: compares tensors with the live parameters."""
         if shadow.log is not None:
-            live = {name: param for name, *_, param in parameters(shadow.live)}
+            self._live = {name: param for name, *_, param in parameters(shadow.live)}
             known = KnownDestinations.of(shadow.module)
-            self._comparison = Comparison(shadow.log, live, known)
+            self._comparison = Comparison(shadow.log, self._live, known)
         self.coverage = Coverage(
             shadow.module,
             shadow.required,
@@ -321,7 +328,7 @@ class UpdateLoader:
                     self._checks.note_cut(name, entry.num_unread)
                 elif self._shadow.log is not None:
                     if coverage.num_loads > before and not self._checks.is_rejected:
-                        self._log_new(name, tensor, entry)
+                        self._take_new(name, tensor, entry)
                 elif self._shadow.plan.entry(name, tensor) is None:
                     self._shadow.plan.keep(name, entry)
                 # A transport reuses memory that no tensor refers to.
@@ -329,8 +336,8 @@ class UpdateLoader:
                 del tensor
             self._progress(self.num_bytes, self._checks.num_seen)
 
-    def _log_new(self, name: str, tensor: torch.Tensor, entry: Entry) -> None:
-        """Log a tensor that the destination table did not have in this form.
+    def _take_new(self, name: str, tensor: torch.Tensor, entry: Entry) -> None:
+        """Log or fill in a tensor of a form that the destination table did not have.
 
         Args:
             name: of the tensor.
@@ -360,8 +367,15 @@ class UpdateLoader:
                 remedy="Send the tensor as the start checkpoint has it, or start the "
                 "engine with another --inflight-staging.",
             )
+        self._take_known([Came(name, entry, tensor)])
+
+    def _take_known(self, known: Sequence[Came]) -> None:
+        """Log what differs from the live weights; fill it in if these are lost."""
         assert self._comparison is not None
-        self._comparison.log_differences([Came(name, entry, tensor)])
+        if self._fills:
+            fill(self._live, [(entry, tensor) for _, entry, tensor in known])
+        else:
+            self._comparison.log_differences(known)
 
     def _without_head(self, accepted: list[Pair]) -> list[Pair]:
         """Load the score of a classifier, if the tensor it is made of has come.
@@ -429,7 +443,7 @@ class UpdateLoader:
         if comparison is None:
             replay([(entry, tensor) for _, entry, tensor in known])
         else:
-            comparison.log_differences(known)
+            self._take_known(known)
         return fresh
 
     def _drawn(self, weights: Iterable[Pair]) -> Iterator[list[Pair]]:

@@ -99,6 +99,8 @@ class StagingThread(Background):
         self._is_open = self._transport_open = False
         """Whether an update may have written to the shadow weights; whether a transport
         is loading into them."""
+        self._fills = False
+        """Whether the live weights are lost, and are filled in place."""
         self._log_number: int | None = None
         """Of the log of delta staging, when it was emptied for this update."""
         self._status = Status(serial, "open")
@@ -205,6 +207,7 @@ class StagingThread(Background):
         self._post(state="staging")
         # Of a set that a rollback can return to, this changes no byte.
         self._shadow.prepare()
+        self._fills = command.are_lost and self._shadow.log is not None
         self._intake = UpdateLoader(
             self._shadow,
             manifest,
@@ -216,6 +219,7 @@ class StagingThread(Background):
             between_flips=lambda: self._stager.between_flips(self._is_cancelled),
             served=self._stager.served,
             between=self._rest,
+            fills=self._fills,
         )
         if command.transport == "extension":
             is_kept = self._shadow.device.type == "cpu" or bool(self._shadow.quantised)
@@ -238,8 +242,8 @@ class StagingThread(Background):
                 served=digest,
             )
 
-    def _open(self) -> None:
-        """Before the first write: from here on nothing can be rolled back to.
+    def _give_up_way_back(self) -> None:
+        """From here on nothing can be rolled back to.
 
         All that can be looked at without a write has been by now: the manifest, the
         path and what its files say of themselves. A transport of somebody else may
@@ -250,18 +254,33 @@ class StagingThread(Background):
         update was cancelled is asked second. So what is opened is known there whenever
         no update is under way, and a rollback never meets a set that is written to.
         """
-        if self._is_open:
+        if self._status.opened:
             return
-        assert self._intake is not None
         self._post(opened=True)
         try:
             self._stager.open(self._is_cancelled)
         except Cancelled:
             self._status = replace(self._status, opened=False)
             raise
+
+    def _open(self) -> None:
+        """Before the first write: it is into the set that a rollback returns to.
+
+        With delta staging it is beside the way back, as long as both have room.
+        """
+        if self._is_open:
+            return
+        assert self._intake is not None
+        keeps = not self._fills and self._stager.begin_log(
+            self._is_cancelled, self._give_up_way_back
+        )
+        if not keeps:
+            self._give_up_way_back()
         self._is_open = True
         if self._shadow.log is not None:
             self._log_number = self._shadow.log.number
+        if self._fills:
+            self._stager.begin_fill()
         if not self._intake.is_delta:
             self._shadow.forget_changed()
         self._shadow.prove(self._between_proofs)  # it writes, so it comes no sooner
@@ -322,6 +341,8 @@ class StagingThread(Background):
     def _allow_lack(self, framework: str, may_be_first: bool) -> None:
         """Let parameters keep their live values if the framework never sends them."""
         assert self._intake is not None
+        if self._fills:
+            return  # there is no live value
         begun = frozenset(self._intake.coverage.begun)
         usual = self._stager.sent_by.get(framework, begun if may_be_first else None)
         if not begun or begun != usual:
@@ -419,6 +440,8 @@ class StagingThread(Background):
             # The next update may write to the same places from another stream.
             self._stager.drain()
         intake.coverage.unwatch()
+        if self._is_open:
+            self._give_up_way_back()  # one flip is kept, and this update has its own
         base = sent.of_target()
         whole: Content | None = base
         if intake.is_partial:
@@ -432,7 +455,7 @@ class StagingThread(Background):
         self._status = replace(
             self._status,
             carried=carried,
-            drift=self._stager.staged(whole, self._log_number),
+            drift=self._stager.staged(whole, self._log_number, fills=self._fills),
             sent=digest,
             shares=intake.shares,
             digest=whole_digest,

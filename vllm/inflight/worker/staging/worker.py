@@ -31,6 +31,7 @@ from vllm.inflight.transport.waiting import never
 from vllm.inflight.worker.catalogue import catalogue
 from vllm.inflight.worker.delta import dense, device_writer
 from vllm.inflight.worker.delta.destinations import KnownDestinations
+from vllm.inflight.worker.delta.fill import Filled
 from vllm.inflight.worker.integrity.scrub import (
     Digests,
     Layout,
@@ -49,6 +50,7 @@ from vllm.inflight.worker.status_board import StatusBoard
 from vllm.inflight.worker.step_tracker import StepTracker
 from vllm.inflight.worker.verify.content import Content, Facts
 from vllm.inflight.worker.verify.drift import drift
+from vllm.inflight.worker.worker_state import WorkerState
 
 logger = upstream.init_logger(__name__)
 
@@ -184,6 +186,8 @@ class StagingWorker:
             "rank": self.rank,
             "reason": self.shadow.reason,
             "bytes": self.shadow.staging_bytes,
+            "host_bytes": self.shadow.host_bytes,
+            "has_log": self.shadow.log is not None,
             "is_reversible": self.shadow.is_reversible,
             "has_drafter": self.shadow.has_drafter,
             "has_mtp": getattr(self.shadow.live, "is_mtp", False),
@@ -238,8 +242,30 @@ class StagingWorker:
         with self.between_flips(is_cancelled):
             self._flip = self._sent = None
             self._contents[1] = self._marks[1] = None
-            if self.shadow.log is not None:
-                self.shadow.log.clear()
+            if (log := self.shadow.log) is not None:
+                log.drop_kept() if log.keeps else log.clear()
+
+    def begin_log(
+        self, is_cancelled: Callable[[], bool], give_up: Callable[[], None]
+    ) -> bool:
+        """With delta staging, begin to log an update beside the way back.
+
+        Args:
+            is_cancelled: whether that update is not wanted any more.
+            give_up: called when the way back is in the way; it calls `open`.
+
+        Returns:
+            whether there is a way back, and it is kept.
+
+        Raises:
+            Cancelled: the update is not wanted.
+
+        """
+        with self.between_flips(is_cancelled):
+            if self.shadow.log is None or self._flip is None:
+                return False
+            self.shadow.log.begin(give_up)
+            return True
 
     @contextmanager
     def between_flips(self, is_cancelled: Callable[[], bool]) -> Iterator[None]:
@@ -263,6 +289,8 @@ class StagingWorker:
     def forget(self, *, served: bool) -> None:
         """Release the shadow weights, and with `served` the live weights as well."""
         self.open()
+        if self.shadow.log is not None:
+            self.shadow.log.clear()
         if served:
             self._contents[0] = self._marks[0] = self._scrub = None
 
@@ -285,8 +313,17 @@ class StagingWorker:
         """What is served, tensor by tensor, if that is known."""
         return self._contents[0]
 
+    def begin_fill(self) -> None:
+        """An update begins to fill lost weights in place, with delta staging."""
+        if (tripwire := WorkerState.of(self.worker).tripwire) is not None:
+            tripwire.begin_fill()
+
     def staged(
-        self, content: Content | None, log_number: int | None = None
+        self,
+        content: Content | None,
+        log_number: int | None = None,
+        *,
+        fills: bool = False,
     ) -> dict[str, object] | None:
         """The shadow weights are whole: a flip may exchange them with the live ones.
 
@@ -294,6 +331,7 @@ class StagingWorker:
             content: of the staged version.
             log_number: with delta staging, the number of the log since the update began
                 to compare with the live weights.
+            fills: whether lost weights were filled in place.
 
         Returns:
             its drift from what is served.
@@ -302,7 +340,7 @@ class StagingWorker:
             EngineFault: somebody else has written into the live weights since.
 
         """
-        flip = self.make_flip()
+        flip: Flip = Filled() if fills else self.make_flip()
         module = self.shadow.module
         assert module is not None
         facts = self._facts(content)
@@ -312,6 +350,8 @@ class StagingWorker:
             if log is None:  # else every parameter is a copy
                 marks = marks_of(layout, module, facts)
             layout.slices(copies(layout, facts))  # decoding would wait for it later
+            if fills:
+                self._require_filled(layout, facts)
         with self._turn:
             # Whoever empties the log has forgotten what is served, too.
             if log is not None and log.number != log_number:
@@ -325,6 +365,21 @@ class StagingWorker:
             return None
         with undirected():
             return drift(self.served.samples, content.samples)
+
+    def _require_filled(self, layout: Layout, facts: Mapping[str, Facts]) -> None:
+        """Read filled weights back, and compare them with what was received.
+
+        Raises:
+            EngineFault: a tensor that this rank has all of is another one.
+
+        """
+        if (tripwire := WorkerState.of(self.worker).tripwire) is not None:
+            tripwire.end_fill()  # what is written from here on is noticed
+        if facts and (wrong := Scrub(layout, facts, None).differing()):
+            raise EngineFault(
+                f"{wrong[0]} was filled in and reads back as something else; somebody "
+                "else has written into the weights meanwhile, so send the version again"
+            )
 
     def make_flip(self) -> Flip:
         """The flip of live and shadow weights, prepared before it is needed."""
@@ -354,6 +409,9 @@ class StagingWorker:
                 self._flip = None
             with self.steps.between():
                 seconds = flip()
+            if self.shadow.log is not None:
+                # What an update has compared with the live weights is true no more.
+                self.shadow.log.number += 1
             if not self.shadow.is_reversible:
                 # The one set was copied over the other.
                 self.shadow.stale.clear()

@@ -1,0 +1,73 @@
+"""The rollback target with delta staging: it outlives all that is not staged.
+
+The tests of test_rollback_target.py, but for those of the memory of a second set.
+"""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor import Executor
+
+from tests.e2e.conftest import OPTIONS
+from tests.e2e.test_delta_staging import without_packing  # noqa: F401 (a fixture)
+from tests.e2e.test_rollback_target import (  # noqa: F401 (tests, run here with a log)
+    old_says,
+    previous,
+    said,
+    served_new,
+    test_a_folder_that_cannot_be_read_keeps_the_rollback_target,
+    test_a_receive_from_a_missing_group_keeps_the_rollback_target,
+    test_an_aborted_update_without_data_keeps_the_rollback_target,
+    test_an_update_finished_without_data_keeps_the_rollback_target,
+    test_the_first_byte_of_an_update_drops_the_rollback_target,
+)
+from tests.support.engines.bare_core import call, publish
+from vllm.inflight.transport.files.receiver_engine import LocalEngine
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def booted(folders: dict[str, Path]) -> Iterator[EngineCore]:
+    """An engine core with delta staging, and nothing in front of it."""
+    inflight = {"staging": "delta", "delta_gib": 0.01}
+    options = OPTIONS | {"max_num_seqs": 4, "dtype": "float32"}
+    options["additional_config"] = {"inflight": inflight}
+    config = EngineArgs(str(folders["old"]), **options).create_engine_config()
+    core = EngineCore(config, Executor.get_class(config), log_stats=False)
+    yield core
+    core.shutdown()
+
+
+def test_a_flip_while_an_update_is_compared_with_the_live_weights_ends_it(
+    core: EngineCore, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine core makes none; the rank would find it all the same."""
+    publish(core, folders["new"], "new")
+    before = said(core)
+    receive = LocalEngine.receive_weights
+    received, stands = threading.Event(), threading.Event()
+
+    def receive_and_stand(self: LocalEngine, info: Any) -> None:
+        receive(self, info)
+        received.set()
+        assert stands.wait(30)
+
+    monkeypatch.setattr(LocalEngine, "receive_weights", receive_and_stand)
+    call(core, "start", transport="local")
+    core.inflight("receive", {"update_info": {"path": str(folders["old"])}})
+    assert received.wait(30)
+    for _ in range(2):  # there and back
+        core.vllm_inflight.ranks.flip()
+    stands.set()
+    answer = core.inflight("prepare", {}).result(timeout=30)
+    assert answer["error"]["code"] == "engine_fault"
+    assert "has written into the live weights" in answer["error"]["message"]
+    assert previous(core) is None
+    monkeypatch.undo()
+    assert said(core) == before
