@@ -161,3 +161,21 @@ def test_a_memory_that_is_not_aligned_is_compared():
     on_gpu = shifted.cuda()[3:].view(tensors["whole"].shape)
     seen = compared(live, {"whole": on_gpu}, "cuda", num_batches=1)
     assert logged(seen) == logged(wanted)
+
+
+@pytest.mark.parametrize("offset", [1 << 30, -7])
+def test_a_logged_place_beyond_the_parameter_is_not_written(offset):
+    live, tensors = both(torch.bfloat16, 0.01)
+    live, tensors = {"whole": live["whole"]}, {"whole": tensors["whole"]}
+    on_gpu = {"whole": live["whole"].cuda()}
+    log = ChangeLog(torch.device("cuda"), 1 << 20)
+    known = entries(both(torch.bfloat16, 0.01)[0])["whole"]
+    came = dense.Came("whole", known, tensors["whole"].cuda())
+    dense.Comparison(log, on_gpu, KnownDestinations()).log_differences([came])
+    swap = Swap(log, on_gpu)
+    log.stretches[0].offsets[3] = offset
+    with pytest.raises(RuntimeError, match="other bits than were staged"):
+        swap()
+    assert torch.equal(
+        on_gpu["whole"].cpu().view(torch.int16), live["whole"].view(torch.int16)
+    )

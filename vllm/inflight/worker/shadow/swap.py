@@ -120,7 +120,8 @@ class _OnDevice:
         rows: dict[int, list[list[int]]] = {}
         for param, width, offsets, bits, first in stretches:
             addresses = (each.data_ptr() for each in (offsets, bits, live[param]))
-            rows.setdefault(width, []).append([*addresses, len(offsets), 0, first])
+            numbers = len(offsets), 0, first, reach(live[param])
+            rows.setdefault(width, []).append([*addresses, *numbers])
         self._tables = []
         for width, table in rows.items():
             owners = owners_of(table, 3, 4, BLOCK, device)

@@ -11,7 +11,7 @@ from vllm.inflight.ops.triton_kernels import change_terms
 BLOCK = 1024
 """Elements that a program exchanges."""
 
-COLUMNS = 6
+COLUMNS = 7
 """int64 values of a row; swap.py fills it."""
 
 INTEGERS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
@@ -24,16 +24,18 @@ def _swap(
     rows, owners, sums, WIDTH: tl.constexpr, INTEGER: tl.constexpr, BLOCK: tl.constexpr
 ):
     program = tl.program_id(0)
-    row = rows + tl.load(owners + program).to(tl.int64) * 6
+    row = rows + tl.load(owners + program).to(tl.int64) * 7
     offsets = tl.load(row).to(tl.pointer_type(tl.int32))
     bits = tl.load(row + 1).to(tl.pointer_type(INTEGER))
     live = tl.load(row + 2).to(tl.pointer_type(INTEGER))
     num = tl.load(row + 3)
     block = program - tl.load(row + 4)
     first = tl.load(row + 5)
+    reach = tl.load(row + 6)
     at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     offset = tl.load(offsets + at, mask=at < num, other=-1).to(tl.int64)
-    is_here = offset >= 0
+    # An offset beyond the parameter is left out, so the number found is too small.
+    is_here = (offset >= 0) & (offset < reach)
     taken = tl.load(live + offset, mask=is_here, other=0)
     put = tl.load(bits + at, mask=is_here, other=0)
     tl.store(live + offset, put, mask=is_here)
@@ -54,7 +56,7 @@ def swap(
     Args:
         rows: int64 [stretches, COLUMNS] on the GPU: addresses of the offsets, of the
             bits and of the parameter, number of elements, number of the first program,
-            number of the first element in the log.
+            number of the first element in the log, elements of the parameter.
         owners: the row of each program; int32.
         sums: int64 [3], which are added to: both halves of what the digest of the log
             changes by, and the elements exchanged.
