@@ -390,6 +390,8 @@ def marks_of(
         for name, layer, key, param in parameters(module)
         if name not in copied and not (key == "weight" and PACKED in vars(layer))
     ]
+    if not named:  # as usual on a GPU, which is not asked then
+        return {}
     sums = Sums(layout.device, len(named))
     reading = Reading(Scratch(layout.device))
     for row, (_, tensor) in enumerate(named):
