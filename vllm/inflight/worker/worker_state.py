@@ -124,6 +124,8 @@ class WriteWatch(Protocol):
     is_asleep: bool
     adopter: Adopter | None
     """What loads in place of the live model; None if nothing does."""
+    before_load: Callable[[], None] | None
+    """Called before a live model is loaded into; None if nothing is."""
 
     def attach(self, board_path: str, num_ranks: int, is_eager: bool) -> None:
         """Open the status board."""
