@@ -198,7 +198,7 @@ class Pauses:
                     "new ones wait for it; abort that update to go on without it"
                 )
             self.give_up(PauseConflict("decoding was continued before it was made"))
-        self._give_up_force()
+        is_of_all = self.is_paused and not self._gives_up_force()
         self._require_settled()
         dp_commit = self._controller.dp_commit
         if dp_commit.is_armed and not dp_commit.is_to_continue:
@@ -213,7 +213,7 @@ class Pauses:
             self._controller.sleep.is_paused_by_sleep = False
             return self._reply(started)
 
-        return dp_commit.continue_together(act) if self.is_paused else act()
+        return dp_commit.continue_together(act) if is_of_all else act()
 
     def hold(self) -> bool:
         """Stop the scheduler again in the current mode; False if there is no pause."""
@@ -387,15 +387,17 @@ class Pauses:
         self._controller.events.absorbed_ended(mode)
         return self._reply(started)
 
-    def _give_up_force(self) -> None:
-        """Stop waiting for other data-parallel engines to stop with this one.
+    def _gives_up_force(self) -> bool:
+        """Whether it no longer waits for other data-parallel engines to stop with it.
 
         Each of them decides by itself that an absorbed pause takes force. If decoding
         goes on before they have agreed, some of them may never stop.
         """
         is_alone = self._controller.dp_commit.num_pauses_left == 0
-        if self.absorption.is_settling and is_alone and self._is_pending:
-            self._core.pending_pause = False
+        if not (self.absorption.is_settling and is_alone and self._is_pending):
+            return False
+        self._core.pending_pause = False
+        return True
 
     # ---------------------------------------------------------------- helpers
     def _flushed(self, *, media: bool) -> Reply:
@@ -468,7 +470,7 @@ class Pauses:
         if self.absorption.mode is not None:
             return self._end_absorbed(started)
         may_go_on = self.commit is None and self._controller.sleep.may_go_on()
-        if not (self.is_paused and may_go_on):
+        if not (self.is_paused and may_go_on) or self._gives_up_force():
             return act()
         self._require_settled()
         return self._controller.dp_commit.continue_together(act)
