@@ -323,8 +323,9 @@ def test_two_ranks_commit_together_what_their_extension_has_received(
 ) -> None:
     seen = run_script("two_ranks", *folders.values(), room="tests.support.frameworks")
     assert "update_weight" in seen["error"] and "mismatch dtype" in seen["error"]
-    told = "update_weight calls the collective barrier of a group of ranks that decode"
-    assert told in seen["error of a meeting"]
+    for name, error in seen["meetings"].items():
+        told = f"calls the collective {name} of a group of ranks that decode"
+        assert told in str(error), name
     assert "missing" in seen["error of the rest"]
     assert seen["after the error"] == seen["before"] != seen["expected"]
     assert seen["replies"] == [None, None]

@@ -222,7 +222,8 @@ class StagingThread(Background):
             is_kept = self._shadow.device.type == "cpu" or bool(self._shadow.quantised)
             assert self._shadow.module is not None
             load, module = self._intake.load_weights, self._shadow.module
-            self._door = Door(load, module, clones=is_kept)
+            device = torch.device(self._worker.device)
+            self._door = Door(load, module, clones=is_kept, device=device)
             self._stager.extension.note_source()
         self._intake.coverage.stand_before(self._door or self._intake.load_weights)
         if manifest.tensors:
