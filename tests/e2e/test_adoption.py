@@ -3,6 +3,7 @@
 The extension of these tests makes the calls of OpenRLHF, one for each parameter.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from vllm.inflight.errors import (
     UpdateBusy,
     WeightsMismatch,
 )
+from vllm.inflight.worker.staging import thread
 
 pytestmark = pytest.mark.engine
 
@@ -186,6 +188,26 @@ def test_a_marked_version_may_leave_out_what_its_framework_never_sends(
     assert served(core) == before
     actor.send(part)
     assert served(core)[2] == digest
+
+
+def test_the_first_version_with_gaps_is_warned_of_until_a_second_one_agrees(
+    actor: Actor, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, str]] = []
+
+    def log(level: int, text: str, *facts: object) -> None:
+        told.append((level, text % facts))
+
+    monkeypatch.setattr(thread.logger, "log", log)
+    as_first_version(actor.core)
+    part = without(tensors_of(folders["new"]), "model.norm.weight")
+    for _ in range(2):
+        actor.send(part)
+    (first, second) = told
+    assert (first[0], second[0]) == (logging.WARNING, logging.INFO)
+    assert "keep their live values: model.norm.weight" in first[1]
+    assert "first version of this engine" in first[1]
+    assert "first version of this engine" not in second[1]
 
 
 def test_a_last_call_that_is_repeated_after_the_commit_is_rejected_by_name(

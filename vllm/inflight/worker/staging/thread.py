@@ -6,6 +6,7 @@ leaves decoding its speed. The thread posts its progress on the status board.
 
 from __future__ import annotations
 
+import logging
 import queue
 import time
 from contextlib import nullcontext, suppress
@@ -56,6 +57,9 @@ from vllm.inflight.worker.verify.model_config import (
 from vllm.inflight.yielding import beside_decoding, done_with_breaks, resting_by
 
 POLL_S = 0.02
+MOST_NAMED = 16
+"""Most parameters that a log line names."""
+
 logger = upstream.init_logger(__name__)
 
 
@@ -328,15 +332,23 @@ class StagingThread(Background):
         usual = self._stager.sent_by.get(framework, begun if may_be_first else None)
         if not begun or begun != usual:
             return
-        num_kept = self._intake.leave_unsent()
-        if num_kept:
-            logger.info(
-                "%s has written %d parameters and marked the end of its version; %d "
-                "others keep their live values",
-                framework,
-                len(begun),
-                num_kept,
-            )
+        kept = self._intake.leave_unsent()
+        if not kept:
+            return
+        is_first = framework not in self._stager.sent_by
+        logger.log(
+            logging.WARNING if is_first else logging.INFO,
+            "%s has written %d parameters and marked the end of its version; %d others "
+            "keep their live values: %s%s",
+            framework,
+            len(begun),
+            len(kept),
+            ", ".join(kept[:MOST_NAMED]) + (", …" if len(kept) > MOST_NAMED else ""),
+            ". It is the first version of this engine, so nothing tells whether they "
+            "were left out on purpose; later versions have to leave out the same"
+            if is_first
+            else "",
+        )
 
     def _read(self, payload: object) -> Any:
         """What `update_info` says to the transport; raises `Malformed`."""
