@@ -106,7 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steady", type=float, default=2.0, help="seconds around each")
+    parser.add_argument("--steady", type=float, default=5.0, help="seconds around each")
     parser.add_argument("--warm-tokens", type=int, default=40)
     options = parser.parse_args()
     OUT.mkdir(parents=True, exist_ok=True)
