@@ -121,14 +121,14 @@ async def pipelinerl(engine: Any, folder: str) -> None:
 
 
 SEQUENCES: dict[str, Callable[[Any, str], Awaitable[None]]] = {
+    "TRL": trl,
+    "OpenRLHF": openrlhf,
     "prime-rl": prime_rl,
     "SkyRL": skyrl,
     "PipelineRL": pipelinerl,
-    "TRL": trl,
-    "OpenRLHF": openrlhf,
 }
-"""Framework → its calls for one update. Those that retract come last: streams are
-prefilled again after them."""
+"""Framework → its calls for one update. Those that retract come first, while streams
+are short: they are prefilled again, which takes the longer the longer they are."""
 
 
 async def update(engine: Any, named: str) -> dict[str, float]:
