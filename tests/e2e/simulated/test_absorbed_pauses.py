@@ -396,6 +396,24 @@ def test_a_pause_takes_force_when_no_update_comes(
     assert enforced(core)[Need.NO_UPDATE] == before + 1
 
 
+def test_an_update_that_waited_for_a_long_step_comes_before_the_force(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queued calls of threads come first, and so does the end of the patience."""
+    monkeypatch.setattr(absorption, "PATIENCE_S", 0.1)
+    streams = started(core)
+    answered(ask(core, "pause", mode="in_place"))
+    core.vllm_inflight.pauses.absorption._timer.join()
+    core.vllm_inflight.step_queue.drain()
+    call(core, "start", transport="local")
+    core.vllm_inflight.pauses.absorption._timer.join()
+    streams.step(2)
+    assert call(core, "paused")["absorbed"] is True
+    call(core, "abort")
+    call(core, "resume")
+    streams.run()
+
+
 def test_a_write_that_nothing_has_announced_stops_decoding_when_it_is_seen(
     core: EngineCore,
 ) -> None:

@@ -25,6 +25,9 @@ from vllm.inflight.update import PauseMode
 PATIENCE_S = 10.0
 """A pause takes force when no update has begun or ended for so many seconds."""
 
+QUEUED_S = 0.2
+"""Then so long again: a call may have waited for the end of a long step."""
+
 ABSORBABLE = (PauseMode.IN_PLACE, PauseMode.RETRACT)
 """Modes that lose no token. What they do to KV, a commit can do as well."""
 
@@ -206,13 +209,14 @@ class Absorption:
         return PauseMode.RETRACT if is_kept else mode
 
     # ---------------------------------------------------------------- helpers
-    def _wait(self) -> None:
-        """Wait `PATIENCE_S` for an update."""
+    def _wait(self, seconds: float | None = None) -> None:
+        """Wait for an update: `PATIENCE_S`, or `seconds` more than that."""
         if self._timer is not None:
             self._timer.cancel()
         self._num_seen = self._num_ended()
         timer = threading.Timer(
-            PATIENCE_S, lambda: self._controller.step_queue.submit(look)
+            PATIENCE_S if seconds is None else seconds,
+            lambda: self._controller.step_queue.submit(look),
         )
 
         def look() -> None:
@@ -221,6 +225,8 @@ class Absorption:
             is_busy = self._controller.updates.ledger.active is not None
             if is_busy or self._num_ended() != self._num_seen:
                 self._wait()
+            elif seconds is None:
+                self._wait(QUEUED_S)
             else:
                 self.enforce(Need.NO_UPDATE)
 
