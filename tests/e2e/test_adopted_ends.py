@@ -9,18 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from vllm.v1.engine.core import EngineCore
 
 from tests.e2e.test_sleep import says
 from tests.support.engines.bare_core import call, publish
 from tests.support.frameworks.core import extended_core
-from tests.support.frameworks.ends import CALLED, FAULTS, SOURCE
+from tests.support.frameworks.ends import CALLED, DEVICES, FAULTS, SOURCE
 from vllm.inflight.errors import (
     InflightError,
     UpdateBusy,
     WrongPhase,
 )
+from vllm.inflight.worker.staging.loader import UpdateLoader
 from vllm.inflight.worker.staging.thread import StagingThread
 
 pytestmark = pytest.mark.engine
@@ -158,6 +160,34 @@ def test_after_a_call_without_tensors_nothing_is_rolled_back_to(core, folders):
     publish(core, folders["new"], "new")
     call(core, "rollback")
     assert says(core, "rolled back") == before
+
+
+def test_a_method_sees_the_default_device_of_worker_calls_and_the_loader_its_own(
+    core, folders, monkeypatch
+):
+    digest_of_new = publish(core, folders["new"], "new")["digest"]
+    expected = says(core, "expected")
+    publish(core, folders["old"], "old")
+    load, in_loader = UpdateLoader.load_weights, []
+
+    def noting(self, weights):
+        in_loader.append(torch.empty(0).device.type)
+
+        def pairs():
+            for pair in weights:
+                in_loader.append(torch.empty(0).device.type)
+                yield pair
+
+        return load(self, pairs())
+
+    monkeypatch.setattr(UpdateLoader, "load_weights", noting)
+    DEVICES.clear()
+    with torch.device("meta"):
+        assert core.collective_rpc(WHOLE) == [True]
+    assert set(DEVICES) == {"meta"} and len(DEVICES) > 10
+    assert set(in_loader) == {"cpu"} and len(in_loader) > 10
+    assert digest(core) == digest_of_new
+    assert says(core, "after") == expected
 
 
 def test_after_ctrl_c_the_next_version_is_taken(core):

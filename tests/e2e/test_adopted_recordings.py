@@ -5,6 +5,7 @@ A class of this repository makes each framework's calls, see support/frameworks.
 
 import gc
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,39 @@ def test_parameters_that_an_extension_remembers_are_those_of_the_shadow_weights(
     )
     assert [id(param) for param in mine.values()] == live
     vars(worker).pop("_nrl_named_parameters")
+
+
+@pytest.mark.parametrize("named", ["PrimeRL"], indirect=True)
+def test_versions_from_folders_of_one_name_share_a_label_and_differ_in_epoch_and_digest(
+    core: EngineCore, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """prime-rl's label is the folder's name, and two runs may have a `step_1`."""
+    places = []
+    for number, label in enumerate(("new", "old")):
+        place = tmp_path / f"run-{number}" / "step_1"
+        shutil.copytree(folders[label], place)
+        places.append(place)
+    add(core, "runs", prompt(3), max_tokens=60)
+    streams, found, said = Streams(core).step(10), [], []
+    for place in places:
+        prime_rl(core, place, {})
+        found.append(served(core))
+        add(core, f"of {place.parent.name}", prompt(8))
+        streams.step(45)
+        said.append(streams.tokens[f"of {place.parent.name}"])
+    streams.run()
+    (label, epoch, digest), (again, later, other) = found
+    assert (label, again, later) == ("step_1", "step_1", epoch + 1)
+    assert digest is not None and digest != other
+    assert said[0] != said[1], "the second was served KV of the first"
+    # The label alone does not tell what a client expects: the digest does.
+    expected = {"expect_version": "step_1", "expect_digest": digest}
+    call(core, "start", transport="local")
+    call(core, "receive", update_info={"path": str(folders["old"])})
+    call(core, "prepare")
+    refused = core.inflight("commit", {"weight_version": "step_1"} | expected)
+    assert refused["error"]["code"] == "weights_mismatch"
+    call(core, "abort")
 
 
 @pytest.mark.parametrize("named", ["SkyRL"], indirect=True)

@@ -3,6 +3,7 @@
 The extension of these tests makes the calls of OpenRLHF, one for each parameter.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from vllm.inflight.errors import (
     UpdateBusy,
     WeightsMismatch,
 )
+from vllm.inflight.worker.staging import thread
 
 pytestmark = pytest.mark.engine
 
@@ -188,6 +190,26 @@ def test_a_marked_version_may_leave_out_what_its_framework_never_sends(
     assert served(core)[2] == digest
 
 
+def test_the_first_version_with_gaps_is_warned_of_until_a_second_one_agrees(
+    actor: Actor, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, str]] = []
+
+    def log(level: int, text: str, *facts: object) -> None:
+        told.append((level, text % facts))
+
+    monkeypatch.setattr(thread.logger, "log", log)
+    as_first_version(actor.core)
+    part = without(tensors_of(folders["new"]), "model.norm.weight")
+    for _ in range(2):
+        actor.send(part)
+    (first, second) = told
+    assert (first[0], second[0]) == (logging.WARNING, logging.INFO)
+    assert "keep their live values: model.norm.weight" in first[1]
+    assert "first version of this engine" in first[1]
+    assert "first version of this engine" not in second[1]
+
+
 def test_a_last_call_that_is_repeated_after_the_commit_is_rejected_by_name(
     actor: Actor, folders: dict[str, Path]
 ) -> None:
@@ -323,8 +345,9 @@ def test_two_ranks_commit_together_what_their_extension_has_received(
 ) -> None:
     seen = run_script("two_ranks", *folders.values(), room="tests.support.frameworks")
     assert "update_weight" in seen["error"] and "mismatch dtype" in seen["error"]
-    told = "update_weight calls the collective barrier of a group of ranks that decode"
-    assert told in seen["error of a meeting"]
+    for name, error in seen["meetings"].items():
+        told = f"calls the collective {name} of a group of ranks that decode"
+        assert told in str(error), name
     assert "missing" in seen["error of the rest"]
     assert seen["after the error"] == seen["before"] != seen["expected"]
     assert seen["replies"] == [None, None]

@@ -33,7 +33,8 @@ PACKAGE = Path(patch.__file__).parents[1]
 
 METRICS_REPLY = Counters().to_dict() | {
     **{"weight_version": "v", "digest": "d", "drift": 0.5, "epoch": 1},
-    **{"paused": False, "weights_differ": False, "updating": False},
+    **{"paused": False, "pause_absorbed": False, "pauses_enforced": {"sleep": 1}},
+    **{"weights_differ": False, "updating": False},
     **{"update_staged_bytes": 0, "update_stalled_seconds": 0},
     **{"wire_window_bytes": 0, "wire_bucket_wait_ms": 0, "leases_expired": 0},
     **{"outcomes": {"committed": 1}, "scrubs": {"equal": 1}},

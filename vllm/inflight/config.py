@@ -122,6 +122,14 @@ class InflightConfig:
         "update is aborted, and the old weights serve on. 0.1 to 86400.",
         limits=(0.1, 86400),
     )
+    pauses: str = _knob(
+        "obey",
+        "'obey': a pause stops decoding. 'absorb': a pause 'in_place' (upstream's "
+        "'keep') or 'retract' is answered at once, and decoding goes on until "
+        "something needs the pause: an out-of-band write, a worker call that is not "
+        "adopted, a sleep, or ten seconds without an update.",
+        choices=("obey", "absorb"),
+    )
     pause_lease_s: float = _knob(
         0.0,
         "Default lease of a pause: the pause ends after so many seconds unless its "

@@ -6,6 +6,7 @@ The weights come from the file that `SOURCE` names.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,18 @@ SOURCE: dict[str, Path] = {}
 FAULTS: dict[str, Any] = {}
 """`sleep_s`: seconds that a call takes. `writes`: the parameter that it writes past
 the loader."""
+DEVICES: list[str] = []
+"""The default device in a method, in an iterator that it gives to the loader, and in
+the loader."""
 CALLED: list[tuple[str, bool]] = []
 """Each call, and whether it was adopted."""
+
+
+def _one_by_one() -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in load_file(SOURCE["file"], device="cpu").items():
+        DEVICES.append(torch.empty(0).device.type)
+        assert is_calling()
+        yield name, tensor
 
 
 class Ends:
@@ -33,7 +44,8 @@ class Ends:
             with torch.no_grad():
                 dict(model.named_parameters())[name].data.fill_(7)
             return True
-        model.load_weights(load_file(SOURCE["file"]).items())
+        DEVICES.append(torch.empty(0).device.type)
+        model.load_weights(_one_by_one())
         return True
 
     def broadcast_parameter(

@@ -6,11 +6,30 @@ is vLLM's `StatelessProcessGroup`, whose store carries the tensors here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from vllm.distributed import get_tp_group
 from vllm.distributed.utils import StatelessProcessGroup
+
+
+def _with_the_operator() -> None:
+    name = get_tp_group().unique_name
+    torch.ops.vllm.all_reduce(torch.ones(2), group_name=name)
+
+
+MEETINGS: dict[str, Callable[[], Any]] = {
+    "barrier": lambda: torch.distributed.barrier(group=get_tp_group().cpu_group),
+    "all_reduce": _with_the_operator,
+    "shm_allreduce": lambda: get_tp_group().all_reduce(torch.ones(2)),
+    "shm_all_gather": lambda: get_tp_group().device_communicator.all_gather(
+        torch.ones(2)
+    ),
+    "broadcast_object": lambda: get_tp_group().broadcast_object("it"),
+}
+"""The ways in which a method may meet the other ranks that decode, by the collective
+that each comes to on the CPU build."""
 
 
 class Extension:
@@ -60,6 +79,6 @@ class Meeting(Extension):
     def update_weight(
         self: Any, name: str, dtype: Any, shape: Any, empty_cache: bool = False
     ) -> None:
-        if name == "meet":
-            torch.distributed.barrier(group=get_tp_group().cpu_group)
+        if name in MEETINGS:
+            MEETINGS[name]()
         Extension.update_weight(self, name, dtype, shape, empty_cache)

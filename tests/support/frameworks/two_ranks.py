@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from tests.support.engines import gentle
 from tests.support.engines.script import tell
+from tests.support.frameworks.openrlhf import MEETINGS
 from tests.support.trainers.store_group import HOST, StoreTrainer
 
 EXTENSION = "tests.support.frameworks.openrlhf.Meeting"
@@ -96,8 +97,10 @@ async def main(old: Path, new: Path) -> None:
     wrong = names[9], "torch.int8", (1,), False
     seen["error"] = await error_of(engine.collective_rpc("update_weight", args=wrong))
     seen["after the error"] = (await said(engine, "after the error"))[0]
-    meeting = engine.collective_rpc("update_weight", args=("meet", "", (), False))
-    seen["error of a meeting"] = await error_of(meeting)
+    seen["meetings"] = {}
+    for way in MEETINGS:
+        meeting = engine.collective_rpc("update_weight", args=(way, "", (), False))
+        seen["meetings"][way] = await error_of(meeting)
     seen["error of the rest"] = await error_of(send(names[10:]))
     seen["replies"] = await send(names)
     info = await engine.weight_info()

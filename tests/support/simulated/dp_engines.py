@@ -109,7 +109,7 @@ class Member(Alone, DPEngineCoreProc):
 class Together:
     """The engines, their loops in threads, and a client of both."""
 
-    def __init__(self, model: Path, *, is_dense: bool = False) -> None:
+    def __init__(self, model: Path, *, is_dense: bool = False, **options: Any) -> None:
         kinds = [
             type("Alone", (Alone,), {"dp_rank": rank}) for rank in range(NUM_ENGINES)
         ]
@@ -119,7 +119,7 @@ class Together:
                 for g in _groups()
             ]
         self.cores: list[Any] = [
-            simulated_core(model, Noting, kind=kind) for kind in kinds
+            simulated_core(model, Noting, kind=kind, **options) for kind in kinds
         ]
         self.stamps: dict[str, list[str]] = {}
         self._read = Stamps()
@@ -272,9 +272,11 @@ def _groups() -> Iterator[Any]:
 
 
 @contextmanager
-def together(model: Path, *, is_dense: bool = False) -> Iterator[Together]:
+def together(
+    model: Path, *, is_dense: bool = False, **options: Any
+) -> Iterator[Together]:
     """Both engines, for the length of a `with`; those of a dense model step alone."""
-    both = Together(model, is_dense=is_dense)
+    both = Together(model, is_dense=is_dense, **options)
     try:
         yield both
     finally:

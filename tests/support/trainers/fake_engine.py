@@ -169,6 +169,7 @@ class StandIn:
         return {
             "is_paused": self.pause is not None,
             "mode": pause["mode"],
+            "absorbed": False,
             "is_draining": False,
             "for_commit": False,
             "owner": pause["owner"],

@@ -21,6 +21,7 @@ from vllm.inflight.patch.api import _admitted
 
 PAUSED = {
     "is_paused": True,
+    "absorbed": False,
     "for_commit": False,
     "mode": "retract",
     "lease_left_s": None,
@@ -64,8 +65,9 @@ def test_a_request_is_rejected_while_the_engine_is_paused():
         [{"is_paused": False}],
         [{"for_commit": True}],
         [{"is_paused": False}, {"for_commit": True}],
+        [{"absorbed": True, "mode": "in_place"}],
     ],
-    ids=["decoding", "a commit waits", "both"],
+    ids=["decoding", "a commit waits", "both", "absorbed"],
 )
 def test_a_request_is_let_in_otherwise_and_the_engine_asked_once(states: Any):
     engine = Pausing("reject", *states)

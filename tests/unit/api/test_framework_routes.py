@@ -7,7 +7,9 @@ from argparse import Namespace
 from typing import Any
 
 import pytest
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.endpoints import HTTPEndpoint
 
 from tests.support.route_stub import Engine, caller, served
 from vllm.inflight.api.compat import framework_routes
@@ -62,6 +64,28 @@ def test_other_methods_on_a_frameworks_path_stay_our_routes() -> None:
     door = caller(app)
     assert door.get("/flush_cache").json() == THEIRS
     assert door.post("/flush_cache").json()["success"] is True
+
+
+class Theirs(HTTPEndpoint):
+    """A handler that is a class, with one method."""
+
+    async def post(self, _: Request) -> JSONResponse:
+        return JSONResponse(THEIRS)
+
+
+def test_a_class_as_the_handler_answers_the_methods_that_it_has() -> None:
+    app = served(Engine())
+    app.add_route("/pause", Theirs)
+    app.add_route("/weight_info", Theirs)
+    door = caller(app)
+    assert door.post("/pause").json() == THEIRS
+    assert "weight_version" in door.get("/weight_info").json()
+
+
+def test_a_websocket_of_a_path_of_ours_hides_no_route() -> None:
+    app = served(Engine())
+    app.add_api_websocket_route("/pause", theirs)
+    assert caller(app).post("/pause").json()["status"] == "paused"
 
 
 def test_a_path_with_an_id_is_the_same_path_whatever_the_id_is_called() -> None:

@@ -32,11 +32,12 @@ class Core:
         self.is_well = asyncio.Event()
         self.num_asked = 0
         self.detail: str | None = None
+        self.pause: str | None = None
 
     async def call(self, _: Call) -> list[dict[str, Any]]:
         self.num_asked += 1
         await self.is_well.wait()
-        return [{"ok": {"weights_detail": self.detail}}]
+        return [{"ok": {"weights_detail": self.detail, "pause_detail": self.pause}}]
 
 
 async def turns() -> None:
@@ -134,3 +135,8 @@ async def test_weights_that_differ_are_a_detail_of_a_healthy_engine(
         assert reply.status_code == 200
         told = json.loads(reply.body)["weights_detail"] if reply.body else None
         assert told == detail
+    core.pause = "a pause is absorbed"
+    await beat.check()
+    await turns()
+    reply = await health.health(request)
+    assert json.loads(reply.body) == {"pause_detail": "a pause is absorbed"}

@@ -21,6 +21,7 @@ REST = {
     "drift": 0.002,
     "outcomes": {"committed": 2, "weights_mismatch": 1},
     "paused": False,
+    "pause_absorbed": True,
     "leases_expired": 1,
     "updating": True,
     "scrubs": {"equal": 3},
@@ -62,6 +63,8 @@ def test_metrics_are_reported_for_each_engine():
     for gap_ms, treated in ((0.4, {"num_retracted": 5}), (7.0, {"num_aborted": 2})):
         counts.switched({"gap_ms": gap_ms})
         counts.treated(treated)
+    counts.num_absorbed = 2
+    counts.enforced["sleep"] += 1
     seen = values([counts.to_dict() | REST, Counters().to_dict() | REST])
     assert seen["epoch", "0"] == seen["epoch", "1"] == 3
     assert seen["requests_total", "0", "retracted"] == 5
@@ -70,6 +73,9 @@ def test_metrics_are_reported_for_each_engine():
     assert seen["weights_info", "", "0", 'step "3"'] == 1  # digest, engine, version
     assert seen["drift", "0"] == 0.002
     assert seen["update_stalled_seconds", "0"] == 4.5
+    assert seen["pauses_absorbed_total", "0"] == 2
+    assert seen["pauses_enforced_total", "0", "sleep"] == 1
+    assert (seen["pause_absorbed", "0"], seen["paused", "0"]) == (1, 0)
     gaps = "commit_gap_milliseconds"
     assert seen[f"{gaps}_bucket", "0", "0.5"] == 1
     assert seen[f"{gaps}_bucket", "0", "10"] == seen[f"{gaps}_count", "0"] == 2

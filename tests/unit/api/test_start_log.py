@@ -28,7 +28,7 @@ async def test_the_start_log_is_one_line(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (await line(monkeypatch, Engine())).partition(": ")[2] == (
         "shadow weights of 0.00 GiB in host memory; transport none (files by path "
         "only); control routes for this host only, without a key; prefix cache "
-        "versioned"
+        "versioned; pauses: obey"
     )
 
 

@@ -21,6 +21,7 @@ vllm:num_requests_waiting{engine="1",model_name="m"} 50.0
 RUNNING = {
     "is_paused": False,
     "mode": None,
+    "absorbed": False,
     "is_draining": False,
     "for_commit": False,
     "owner": None,
@@ -187,6 +188,13 @@ def test_a_pause_without_a_lease_is_wrong_and_reported_with_owner_and_request_co
     assert "2 requests stand still, 3 wait" in finding.found
     anonymous = found(healthy(is_paused=PAUSED))["decoding"]
     assert "by nobody who gave a name" in anonymous.found
+
+
+def test_an_absorbed_pause_is_a_note_and_requests_run():
+    absorbed = healthy(is_paused=PAUSED | {"absorbed": True})
+    finding = found(absorbed)["decoding"]
+    assert finding.state is State.NOTE
+    assert "is absorbed; 2 requests run, 3 wait" in finding.found
 
 
 def test_a_pause_with_a_lease_is_a_note():

@@ -239,7 +239,10 @@ def _version(reply: Reply) -> str:
 def _pause_lines(reply: Reply) -> list[str]:
     if not reply.get("is_paused", reply.get("paused")):
         return ["decoding is not paused"]
-    line = f"decoding is paused in mode {reply['mode']}"
+    if reply.get("absorbed"):
+        line = f"a pause in mode {reply['mode']} is absorbed, and decoding goes on"
+    else:
+        line = f"decoding is paused in mode {reply['mode']}"
     if reply.get("owner") is not None:
         line += f" by {reply['owner']!r}"
     left = reply.get("lease_left_s", reply.get("lease_s"))

@@ -232,6 +232,9 @@ def _pause(name: str, pause: Facts, requests: tuple[int, int]) -> Finding:
     load = f"{running} requests run, {waiting} wait"
     if not pause["is_paused"]:
         return Finding(name, load)
+    if pause.get("absorbed"):
+        absorbed = f"a pause in mode {pause['mode']!r} is absorbed; {load}"
+        return Finding(name, absorbed, State.NOTE)
     load = f"{running} requests stand still, {waiting} wait"
     if pause["for_commit"]:
         return Finding(name, f"a commit waits for running requests; {load}", State.NOTE)

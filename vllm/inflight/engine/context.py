@@ -25,6 +25,26 @@ from vllm.inflight.engine.update.updates import Updates
 from vllm.inflight.update import PauseMode, Version
 
 
+class AbsorbedPause(Protocol):
+    """A pause during which decoding goes on, see `pause.absorption.Absorption`."""
+
+    mode: PauseMode | None
+    """Its mode; None if no pause is absorbed."""
+
+    @property
+    def detail(self) -> str | None:
+        """What an operator has to know; None if no pause is absorbed."""
+
+    def enforce(self, need: Any) -> Any:
+        """Let it take force; a Future until no step is in flight."""
+
+    def before(self, need: Any, call: Callable[[], Any]) -> Any:
+        """Make `call` when no pause is absorbed and no step is in flight."""
+
+    def at_commit(self, mode: PauseMode) -> PauseMode:
+        """The mode of a commit that names `mode`."""
+
+
 class PauseControl(Protocol):
     """The pause of the engine, see `pause.pause.Pauses`."""
 
@@ -32,6 +52,10 @@ class PauseControl(Protocol):
     """The mode that a caller of ours asked for; None for a pause of upstream's own."""
     commit: WaitingSwitch | None
     """The commit or rollback that waits for running requests; None without one."""
+
+    @property
+    def absorption(self) -> AbsorbedPause:
+        """The absorbed pause, if there is one."""
 
     @property
     def is_paused(self) -> bool:
@@ -83,6 +107,10 @@ class SleepState(Protocol):
     @property
     def detail(self) -> str | None:
         """Why no token is decoded with the weights; None if they are live."""
+
+    @property
+    def may_decode(self) -> bool:
+        """Whether weights and KV cache are awake, and the weights complete."""
 
     @property
     def loading(self) -> str | None:

@@ -26,6 +26,7 @@ from vllm.inflight.engine.integrity.outside_writes import OutsideWrites
 from vllm.inflight.engine.integrity.scrubs import Scrubs
 from vllm.inflight.engine.parent_watchdog import end_with_parent
 from vllm.inflight.engine.pause.abort import abort_requests
+from vllm.inflight.engine.pause.absorption import Need
 from vllm.inflight.engine.pause.pause import Pauses
 from vllm.inflight.engine.pause.sleep import Sleep
 from vllm.inflight.engine.rollback import Rollbacks
@@ -94,7 +95,12 @@ class Controller(Attached):
         self.sleep = Sleep(core, self)
         self.rollbacks = Rollbacks(core, self)
         self.scrubs = Scrubs(core, self)
-        self.pauses = Pauses(core, self, lease_s=self._config.pause_lease_s)
+        self.pauses = Pauses(
+            core,
+            self,
+            lease_s=self._config.pause_lease_s,
+            absorbs=self._config.pauses == "absorb",
+        )
         self.outside_writes = OutsideWrites(core, self)
         self.adoption = Adoption(core, self)
         if self.dp_commit.is_kept and not self.ranks.is_reversible:
@@ -182,7 +188,7 @@ class Controller(Attached):
                 return abort_requests(self, call.ids)
             case calls.FlushCaches():
                 self.adoption.end_unmarked("a cache reset")
-                return queries.flush(self)
+                return self._flush()
             case calls.ReleaseMemory():
                 return queries.release(self, call)
             case calls.UndoRelease():
@@ -208,7 +214,8 @@ class Controller(Attached):
                 return self.metrics()
             case calls.ReadHealth():
                 detail = self.sleep.detail or self.scrubs.detail
-                return {"weights_detail": detail}
+                absorbed = self.pauses.absorption.detail
+                return {"weights_detail": detail, "pause_detail": absorbed}
         assert_never(call)
 
     def may_start(self, update_id: str | None = None) -> dict[str, Any]:
@@ -261,7 +268,10 @@ class Controller(Attached):
                 "to_version": waits.switch.to_version,
                 "deadline_left_s": waits.left_s and round(waits.left_s, 3),
             }
-        return report | {"rollback": rollback}
+        return report | {
+            "rollback": rollback,
+            "pause_detail": self.pauses.absorption.detail,
+        }
 
     def advance(self, call: calls.AdvanceUpdate) -> Any:
         """Make several calls of one update; the answer to the last one.
@@ -312,6 +322,7 @@ class Controller(Attached):
         # What stays in place keeps its KV, so a flush that names no mode retracts.
         usual = kv_connectors.default_mode(self.core.scheduler)
         mode = PauseMode.parse(call.mode, "retract" if flush_cache else usual)
+        mode = self.pauses.absorption.at_commit(mode)
         self.pauses.check_commit(mode, flush_cache=flush_cache)
 
         def switch() -> dict[str, Any]:
@@ -395,7 +406,8 @@ class Controller(Attached):
             "digest": self.version.digest,
             "drift": self.live_version.drift,
             "outcomes": dict(self.updates.ledger.ended),
-            "paused": pauses["is_paused"],
+            "paused": pauses["is_paused"] and not pauses["absorbed"],
+            "pause_absorbed": pauses["absorbed"],
             "leases_expired": pauses["leases_expired"],
             "scrubs": dict(self.scrubs.results),
             "weights_differ": self.scrubs.differs,
@@ -432,6 +444,13 @@ class Controller(Attached):
         return self.live_version.version
 
     # --------------------------------------------------------------- helpers
+    def _flush(self) -> Any:
+        """Drop the caches; a pause `retract` has to have freed the KV before."""
+        absorption = self.pauses.absorption
+        if absorption.mode is not PauseMode.RETRACT:
+            return queries.flush(self)
+        return absorption.before(Need.CACHE_RESET, lambda: queries.flush(self))
+
     def _ended(self, update: Update, error: InflightError) -> None:
         """Give up the commit of an update that was aborted."""
 

@@ -27,6 +27,10 @@ class Counters:
         """Requests that pauses and commits have retracted or aborted."""
         self.pause_s: dict[str, float] = {}
         """Seconds of ended pauses, by their last mode."""
+        self.num_absorbed = 0
+        """Pauses that were absorbed."""
+        self.enforced: Counter[str] = Counter()
+        """Absorbed pauses that took force, by what needed them."""
         self._paused: tuple[PauseMode, float] | None = None
 
     def switched(self, facts: dict[str, Any]) -> None:
@@ -70,4 +74,6 @@ class Counters:
             "rollbacks": self.num_rollbacks,
             "requests": dict(self.requests),
             "pause_s": dict(self.pause_s),
+            "pauses_absorbed": self.num_absorbed,
+            "pauses_enforced": dict(self.enforced),
         }

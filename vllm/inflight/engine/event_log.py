@@ -109,6 +109,22 @@ class EventLog:
         whose = "" if owner is None else f" by {owner!r}"
         self._say(f"paused{whose} in mode {mode.value}: {counts}", seconds)
 
+    def absorbed(self, mode: PauseMode, owner: str | None, counts: str) -> None:
+        """Log that a pause is absorbed."""
+        whose = "" if owner is None else f" by {owner!r}"
+        self._say(
+            f"a pause{whose} in mode {mode.value} is absorbed, and decoding goes on: "
+            f"{counts}"
+        )
+
+    def enforced(self, mode: PauseMode, need: str) -> None:
+        """Log that an absorbed pause takes force."""
+        self._say(f"the absorbed pause takes force in mode {mode.value}: {need}")
+
+    def absorbed_ended(self, mode: PauseMode) -> None:
+        """Log that an absorbed pause has ended and never stopped decoding."""
+        self._say(f"the absorbed pause in mode {mode.value} has ended")
+
     def continued(self, mode: PauseMode, seconds: float) -> None:
         """Log that decoding goes on, with the length of the pause."""
         self._say(f"continued, after a pause in mode {mode.value}", seconds)

@@ -93,6 +93,7 @@ class Rollbacks:
         mode = PauseMode.parse(
             call.mode, kv_connectors.default_mode(self._core.scheduler)
         )
+        mode = controller.pauses.absorption.at_commit(mode)
         try:
             controller.pauses.check_commit(mode)
         except PauseConflict:

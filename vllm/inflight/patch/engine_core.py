@@ -187,6 +187,8 @@ def _intercept_worker_calls(original: Callable[..., Any]) -> Callable[..., Any]:
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         from vllm.inflight.engine.compat import worker_calls
+        from vllm.inflight.engine.integrity.outside_writes import is_harmless
+        from vllm.inflight.engine.pause.absorption import Need
 
         controller = find_controller(self)
         if controller is None:  # the engine is still starting
@@ -199,24 +201,56 @@ def _intercept_worker_calls(original: Callable[..., Any]) -> Callable[..., Any]:
         adopted = controller.adoption.recognised(method, args, kwargs)
         if adopted is not None:
             return controller.adoption.execute(adopted)
-        with controller.adoption.in_worker_call():
-            return controller.outside_writes.call(
-                method, lambda: original(self, method, timeout, args, kwargs)
-            )
+
+        def call() -> Any:
+            with controller.adoption.in_worker_call():
+                return controller.outside_writes.call(
+                    method, lambda: original(self, method, timeout, args, kwargs)
+                )
+
+        if is_harmless(method):
+            return call()
+        return controller.pauses.absorption.before(Need.WORKER_CALL, call)
 
     return collective_rpc
 
 
 def _ends_unmarked(original: Callable[..., Any]) -> Callable[..., Any]:
     def reset_prefix_cache(
-        self: upstream.EngineCore, *args: object, **kwargs: object
+        self: upstream.EngineCore,
+        reset_running_requests: bool = False,
+        reset_connector: bool = False,
     ) -> Any:
-        if (controller := find_controller(self)) is not None:
-            controller.adoption.end_unmarked("reset_prefix_cache")
-            controller.adoption.end_direct_loads()
-        return original(self, *args, **kwargs)
+        from vllm.inflight.engine.pause.absorption import Need
+
+        def reset() -> Any:
+            return original(self, reset_running_requests, reset_connector)
+
+        if (controller := find_controller(self)) is None:
+            return reset()
+        controller.adoption.end_unmarked("reset_prefix_cache")
+        controller.adoption.end_direct_loads()
+        if not reset_running_requests:
+            return reset()
+        return controller.pauses.absorption.before(Need.CACHE_RESET, reset)
 
     return reset_prefix_cache
+
+
+def _after_pause(original: Callable[..., Any]) -> Callable[..., Any]:
+    def save_sharded_state(
+        self: upstream.EngineCore,
+        path: str,
+        pattern: str | None = None,
+        max_size: int | None = None,
+    ) -> Any:
+        from vllm.inflight.engine.pause.absorption import Need
+
+        return controller_of(self).pauses.absorption.before(
+            Need.SAVE, lambda: original(self, path, pattern, max_size)
+        )
+
+    return save_sharded_state
 
 
 def _add_utility(_: None) -> Callable[..., Any]:
@@ -307,6 +341,13 @@ PATCHES = [
         why="a version whose end its framework has not marked is never committed",
         remove_when="frameworks tell the engine when a version is complete",
         around=_ends_unmarked,
+    ),
+    Patch(
+        target=f"{_CORE}.save_sharded_state",
+        expects=("self", "path", "pattern", "max_size"),
+        why="an absorbed pause takes force before the weights are saved",
+        remove_when="upstream saves weights by a worker call",
+        around=_after_pause,
     ),
     Patch(
         target=f"{_CORE}.inflight",

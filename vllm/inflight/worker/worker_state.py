@@ -126,6 +126,8 @@ class WriteWatch(Protocol):
     """Whether an update fills lost weights in place."""
     adopter: Adopter | None
     """What loads in place of the live model; None if nothing does."""
+    before_load: Callable[[], None] | None
+    """Called before a live model is loaded into; None if nothing is."""
 
     def attach(self, board_path: str, num_ranks: int, is_eager: bool) -> None:
         """Open the status board."""

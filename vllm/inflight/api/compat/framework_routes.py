@@ -54,7 +54,7 @@ def owner(app: FastAPI, method: str, path: str) -> str | None:
     for route in app.routes:
         if (
             _template(getattr(route, "path_format", "")) == _template(path)
-            and method in (getattr(route, "methods", None) or ())
+            and _takes(route, method)
             and is_foreign(route)
         ):
             return str(module_of(route))
@@ -64,6 +64,14 @@ def owner(app: FastAPI, method: str, path: str) -> str | None:
 def _template(path: str) -> str:
     """A path without the names of its parameters."""
     return re.sub("{[^}]*}", "{}", path)
+
+
+def _takes(route: BaseRoute, method: str) -> bool:
+    """Whether a route takes a method; a class as the handler takes each it has."""
+    methods = getattr(route, "methods", ())
+    if methods is None:
+        return hasattr(getattr(route, "endpoint", None), method.lower())
+    return method in methods
 
 
 def is_foreign(route: BaseRoute) -> bool:

@@ -110,7 +110,11 @@ async def check_not_paused(control: Control) -> None:
     """Raise `EnginePaused` if an engine behind `control` is paused."""
     reply = await control.paused()
     states: list[Reply] = reply.get("engines", [reply])
-    paused = [s for s in states if s["is_paused"] and not s["for_commit"]]
+    paused = [
+        state
+        for state in states
+        if state["is_paused"] and not (state["for_commit"] or state["absorbed"])
+    ]
     if not paused:
         return
     modes = ", ".join(sorted({state["mode"] for state in paused}))

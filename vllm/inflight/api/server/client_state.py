@@ -18,8 +18,8 @@ class HealthCheck(Protocol):
     async def check(self) -> None:
         """Raise `EngineDeadError` if the engine cores do not answer in time."""
 
-    async def reason(self) -> str | None:
-        """What is wrong with the weights; None if nothing is."""
+    async def details(self) -> dict[str, str]:
+        """What is wrong with the weights, and whether a pause is absorbed."""
 
 
 class MetricsText(Protocol):

@@ -7,7 +7,7 @@ limit has to be longer than any step.
 
 A core without weights to decode with is healthy: it waits for an update. So is a core
 whose live weights differ from the committed ones, as a scrub has found: the next update
-repairs it. The reply is then 200 with a reason.
+repairs it. The reply is then 200 with a reason. It also says that a pause is absorbed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Heartbeat:
         self._heard = time.monotonic()
         self._asked = self._heard
         self._question: asyncio.Task[None] | None = None
-        self._reason: str | None = None
+        self._details: dict[str, str] = {}
 
     async def check(self) -> None:
         """Call the cores; raise `EngineDeadError` if they do not answer in time.
@@ -64,16 +64,20 @@ class Heartbeat:
             raise upstream.EngineDeadError()
         self._question.result()
 
-    async def reason(self) -> str | None:
-        """What is wrong with the weights; None if nothing is."""
+    async def details(self) -> dict[str, str]:
+        """What is wrong with the weights, and whether a pause is absorbed."""
         if self._question is not None and not self._question.done():
             await asyncio.wait({self._question}, timeout=REASON_S)
-        return self._reason
+        return self._details
 
     async def _ask(self) -> None:
         replies = await self._control.ask(ReadHealth())
-        reasons = (reply["weights_detail"] for reply in replies)
-        self._reason = next(filter(None, reasons), None)
+        self._details = {
+            name: detail
+            for reply in reversed(replies)
+            for name, detail in reply.items()
+            if detail is not None
+        }
         self._heard = time.monotonic()
 
 
@@ -89,14 +93,15 @@ def heartbeat_of(engine: upstream.EngineClient) -> HealthCheck | None:
 
 
 async def health(raw_request: Request) -> Response:
-    """Upstream's reply, with the reason if something is wrong with the weights.
+    """Upstream's reply, with what an operator has to know.
 
-    The body is then `{"weights_detail": …}`; otherwise it is empty, as upstream's.
+    The body then has `weights_detail`, `pause_detail` or both. Otherwise it is empty,
+    as upstream's.
     """
     answer: Response = await upstream.health(raw_request)
     engine = raw_request.app.state.engine_client
     heartbeat = None if engine is None else heartbeat_of(engine)
     if answer.status_code != 200 or heartbeat is None:
         return answer
-    reason = await heartbeat.reason()
-    return answer if reason is None else JSONResponse({"weights_detail": reason})
+    details = await heartbeat.details()
+    return JSONResponse(details) if details else answer

@@ -90,6 +90,7 @@ ENGINE = "engine"
 GAUGES = {
     "epoch": "Epoch of the live weights; grows at every commit and rollback.",
     "paused": "Whether decoding is paused.",
+    "pause_absorbed": "Whether a pause is absorbed, and decoding goes on.",
     "weights_differ": "Whether a scrub found live weights that differ from their "
     "digest.",
     "updating": "Whether an update is under way.",
@@ -102,6 +103,7 @@ COUNTERS = {
     "staging_seconds": ("staging_s", "Seconds spent staging committed versions."),
     "staged_bytes": ("staged_bytes", "Bytes of committed versions, of all ranks."),
     "rollbacks": ("rollbacks", "Flips back to the rollback target."),
+    "pauses_absorbed": ("pauses_absorbed", "Pauses that were absorbed."),
     "lease_expiries": ("leases_expired", "Pauses that ended with their lease."),
 }
 KINDS = {
@@ -111,6 +113,11 @@ KINDS = {
         "requests",
         "what",
         "Requests that pauses and commits have stopped.",
+    ),
+    "pauses_enforced": (
+        "pauses_enforced",
+        "need",
+        "Absorbed pauses that took force, by what needed them.",
     ),
     "pause_seconds": ("pause_s", "mode", "Seconds of ended pauses, by mode."),
 }

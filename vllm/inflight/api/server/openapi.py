@@ -234,6 +234,7 @@ _INFO: dict[str, Schema] = _VERSION | {
 }
 _PAUSE: dict[str, Schema] = {
     "paused": FLAG,
+    "absorbed": FLAG,
     "mode": _TEXT_OR_NULL,
     "owner": _TEXT_OR_NULL,
     "lease_s": _NUMBER_OR_NULL,
@@ -295,6 +296,7 @@ REPLIES: dict[str, dict[str, Schema]] = {
             "items": {"type": "object", "properties": _STATUS},
         },
         "rollback": {"type": ["object", "null"]},
+        "pause_detail": _TEXT_OR_NULL,
     },
     "/weight_update/{update_id}": _STATUS,
     "/rollback_weights": _VERSION | {"gap_ms": NUMBER, "flip_s": NUMBER},
@@ -305,6 +307,7 @@ REPLIES: dict[str, dict[str, Schema]] = {
         "is_paused": FLAG,
         "mode": _TEXT_OR_NULL,
         "owner": _TEXT_OR_NULL,
+        "absorbed": FLAG,
         "for_commit": FLAG,
         "is_draining": FLAG,
         "lease_left_s": _NUMBER_OR_NULL,

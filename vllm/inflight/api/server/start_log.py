@@ -19,15 +19,17 @@ logger = upstream.init_logger(__name__)
 
 
 async def log_start(engine: EngineClient, args: Arguments) -> None:
-    """Log version, staging, transport, callers and prefix-cache mode of a server."""
+    """Log version, staging, transport, callers, prefix cache and pauses."""
     config = engine.vllm_config
     logger.info(
-        "vllm-inflight %s: %s; transport %s; control routes for %s; prefix cache %s",
+        "vllm-inflight %s: %s; transport %s; control routes for %s; prefix cache %s; "
+        "pauses: %s",
         vllm.inflight.__version__,
         await _staging(config, control_of(engine)),
         _transport(config),
         _callers(args),
         InflightConfig.of(config).prefix_cache,
+        InflightConfig.of(config).pauses,
     )
 
 

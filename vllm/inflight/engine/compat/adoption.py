@@ -32,6 +32,7 @@ from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine.compat.worker_calls import Answer, after, delivered, finish
 from vllm.inflight.engine.context import EngineContext
 from vllm.inflight.engine.envelopes import enveloped
+from vllm.inflight.engine.pause.absorption import Need
 from vllm.inflight.engine.transaction import Update
 from vllm.inflight.errors import (
     Cancelled,
@@ -115,7 +116,10 @@ class Adoption:
         self._calling = threading.local()
         """`depth` counts the worker calls that a thread is in."""
         is_here = isinstance(core.model_executor, upstream.UniProcExecutor)
-        if adopt == "direct" and controller.in_process and is_here:
+        is_reached = controller.in_process and is_here
+        if is_reached and InflightConfig.of(config).pauses == "absorb":
+            controller.ranks.overwrite("announce_loads", self._before_load)
+        if adopt == "direct" and is_reached:
             controller.ranks.overwrite("adopt_loads", self.load_directly)
 
     def recognised(
@@ -235,6 +239,15 @@ class Adoption:
             self.execute(Recognised(DIRECT, {}, (batch,), {}))
             names.update(name for name, _ in batch)
         return names
+
+    def _before_load(self) -> None:
+        """Let an absorbed pause take force, as code beside the engine is to write.
+
+        A worker call has done so before.
+        """
+        if not getattr(self._calling, "depth", 0):
+            absorption = self._controller.pauses.absorption
+            absorption.before(Need.LOAD, lambda: None)
 
     def end_direct_loads(self) -> None:
         """Commit what code beside the engine has loaded.

@@ -31,6 +31,7 @@ from typing import Any
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine.context import EngineContext
+from vllm.inflight.engine.pause.absorption import Need
 from vllm.inflight.engine.pause.lease import Lease
 from vllm.inflight.engine.scheduling import encoder_cache, kv_connectors
 from vllm.inflight.errors import (
@@ -55,7 +56,6 @@ READING = (
 
 HARMLESS = frozenset(
     {
-        *READING,
         "add_lora",
         "check_health",
         "get_cache_block_size_bytes",
@@ -74,7 +74,8 @@ HARMLESS = frozenset(
         "update_max_model_len",
     }
 )
-"""Upstream's worker calls that write into no weights; all other calls are watched.
+"""Upstream's worker calls that neither read nor write weights. All calls but these and
+`READING` are watched.
 
 Watching a call costs a sample of the weights before and after it.
 """
@@ -145,8 +146,7 @@ class OutsideWrites:
             return self._reload(method, call)
         if method in READING:
             sleep.check_weights(is_whole=False)
-        is_named = isinstance(method, str)
-        if is_named and (method in HARMLESS or method.startswith(OURS)):
+        if method in READING or is_harmless(method):
             return call()
         if not self._controller.in_process:
             return self._watched(_name_of(method), call)
@@ -307,6 +307,8 @@ class OutsideWrites:
             try:
                 if any(report["is_written"] for report in found):
                     self._written(name, error)
+                    # More writes may follow this one.
+                    self._controller.pauses.absorption.enforce(Need.WRITE)
             finally:
                 self._controller.sleep.end_load()
 
@@ -608,6 +610,12 @@ class OutsideWrites:
         level = logger.debug if last == name and now - when < QUIET_S else logger.info
         level(f"%s: {text}", name, *facts)
         self._last_logged = name, now
+
+
+def is_harmless(method: object) -> bool:
+    """Whether a worker call neither reads nor writes weights."""
+    is_named = isinstance(method, str)
+    return is_named and (method in HARMLESS or str(method).startswith(OURS))
 
 
 def _name_of(method: object) -> str:

@@ -23,6 +23,7 @@ from typing import Any
 from vllm.inflight import upstream
 from vllm.inflight.engine.context import EngineContext
 from vllm.inflight.engine.pause import abort
+from vllm.inflight.engine.pause.absorption import LATER, Absorption, Need
 from vllm.inflight.engine.pause.lease import Lease, lease_seconds
 from vllm.inflight.engine.scheduling import kv_connectors, request_checks
 from vllm.inflight.engine.scheduling.scheduler_state import SchedulerState
@@ -43,7 +44,12 @@ class Pauses:
     """The pause of one engine core, while there is one."""
 
     def __init__(
-        self, core: upstream.EngineCore, controller: EngineContext, *, lease_s: float
+        self,
+        core: upstream.EngineCore,
+        controller: EngineContext,
+        *,
+        lease_s: float,
+        absorbs: bool = False,
     ) -> None:
         self._core = core
         self._controller = controller
@@ -55,6 +61,7 @@ class Pauses:
         """Replies to pauses that wait for steps in flight before they take effect."""
         self.commit: WaitingSwitch | None = None
         """The commit or rollback that waits for running requests; None if none does."""
+        self.absorption = Absorption(controller, self._take_force, is_on=absorbs)
 
     @property
     def is_paused(self) -> bool:
@@ -70,6 +77,11 @@ class Pauses:
             return self.asked
         is_frozen = self._core.scheduler.pause_state == upstream.PauseState.PAUSED_ALL
         return PauseMode.IN_PLACE if is_frozen else PauseMode.WAIT
+
+    @property
+    def told_mode(self) -> PauseMode | None:
+        """The mode that clients are told; decoding goes on if it is absorbed."""
+        return self.absorption.mode or self.mode
 
     # -------------------------------------------------------------- the calls
     def pause(
@@ -90,15 +102,16 @@ class Pauses:
         """
         started = time.perf_counter()
         owner, seconds = check_owner(owner), lease_seconds(lease_s, self._lease_s)
-        if self.is_paused:
+        if self.told_mode is not None:
             self._lease.check(owner)
-        if mode not in PAUSE_MOVES[self.mode]:
+        if mode not in PAUSE_MOVES[self.told_mode]:
             raise PauseConflict(
-                f"the engine is paused in mode {self.mode!s}, and a pause cannot go "
-                f"from there to {mode.value}: what it has let go of does not come "
+                f"the engine is paused in mode {self.told_mode!s}, and a pause cannot "
+                f"go from there to {mode.value}: what it has let go of does not come "
                 "back. Continue first"
             )
-        is_renewal = self.is_paused and self.asked is mode
+        is_asked_for = self.is_paused and self.asked is mode
+        is_renewal = is_asked_for or self.absorption.mode is mode
         if not is_renewal:
             self._check_mode(mode)
         if flush_cache:
@@ -111,6 +124,11 @@ class Pauses:
             self._controller.dp_commit.disarm(
                 PauseConflict("another pause came before decoding went on")
             )
+        if self.absorption.takes(mode):
+            return self._absorb(mode, flush_cache, owner, seconds)
+        if self.absorption.mode is not None:
+            self.absorption.end()
+            self._controller.counts.enforced[Need.PAUSE.value] += 1
         counts = {"num_aborted": 0, "num_retracted": 0}
         if mode is PauseMode.ABORT and not is_renewal:
             counts |= abort.abort_requests(self._controller)
@@ -168,8 +186,11 @@ class Pauses:
     def resume(self, owner: object = None) -> Reply:
         """Continue decoding with the live weights. The call may be repeated."""
         started = time.perf_counter()
-        if self.is_paused:
+        if self.told_mode is not None:
             self._lease.check(check_owner(owner))
+        if self.absorption.mode is not None:
+            self._lease.drop()
+            return self._end_absorbed(started)
         if self.commit is not None and self.asked is None:
             if self.commit.switch.update is not None:
                 raise PauseConflict(
@@ -177,6 +198,7 @@ class Pauses:
                     "new ones wait for it; abort that update to go on without it"
                 )
             self.give_up(PauseConflict("decoding was continued before it was made"))
+        is_of_all = self.is_paused and not self._gives_up_force()
         self._require_settled()
         dp_commit = self._controller.dp_commit
         if dp_commit.is_armed and not dp_commit.is_to_continue:
@@ -191,7 +213,7 @@ class Pauses:
             self._controller.sleep.is_paused_by_sleep = False
             return self._reply(started)
 
-        return dp_commit.continue_together(act) if self.is_paused else act()
+        return dp_commit.continue_together(act) if is_of_all else act()
 
     def hold(self) -> bool:
         """Stop the scheduler again in the current mode; False if there is no pause."""
@@ -207,11 +229,12 @@ class Pauses:
 
     def state(self) -> Reply:
         """The pause, its mode, its owner and its lease, for `GET /is_paused`."""
-        mode = self.mode
+        mode = self.told_mode
         return {
-            "is_paused": self.is_paused,
+            "is_paused": mode is not None,
             "mode": mode and mode.value,
-            "is_draining": mode is PauseMode.WAIT
+            "absorbed": self.absorption.mode is not None,
+            "is_draining": self.mode is PauseMode.WAIT
             and SchedulerState.of(self._core.scheduler).is_busy(),
             "for_commit": self.commit is not None and self.asked is None,
             "owner": self._lease.owner,
@@ -221,6 +244,7 @@ class Pauses:
 
     def close(self) -> None:
         """End the lease, so that it does not outlive its engine."""
+        self.absorption.end()
         self._lease.drop()
 
     # ------------------------------------------------------------- at a commit
@@ -315,7 +339,65 @@ class Pauses:
             facts["num_retracted"] = SchedulerState.of(self._core.scheduler).retract()
         elif mode is PauseMode.ABORT:
             facts |= abort.abort_requests(self._controller)
+        # The front end has dropped its media when it asked for the pause.
+        flush_cache |= self.absorption.is_flush
         return facts | self._flushed(media=False) if flush_cache else facts
+
+    # --------------------------------------------------------- absorbed pauses
+    def _absorb(
+        self,
+        mode: PauseMode,
+        flush_cache: bool,
+        owner: str | None,
+        seconds: float | None,
+    ) -> Reply:
+        started = time.perf_counter()
+        is_renewal = self.absorption.mode is mode
+        self.absorption.begin(mode, flush_cache=flush_cache)
+        self._lease.take(owner, seconds)
+        if flush_cache:
+            # The front end has dropped its media, and sends each item again.
+            self._core.reset_mm_cache()
+        later: Reply = {"not_dropped": LATER} if flush_cache else {}
+        reply = self._reply(started) | {"dropped": None} | later
+        if not is_renewal:
+            counts = f"{reply['num_running']} requests running"
+            self._controller.events.absorbed(mode, owner, counts)
+        return reply | {"num_aborted": 0, "num_retracted": 0}
+
+    def _take_force(self, mode: PauseMode, flush_cache: bool) -> Any:
+        """Stop decoding for a pause that was absorbed until now."""
+        stopped = self._stop(mode)
+        self.asked = mode
+        self._controller.counts.paused(mode)
+
+        def settle() -> Reply:
+            if mode is PauseMode.RETRACT and self.asked is mode:
+                retracted = SchedulerState.of(self._core.scheduler).retract()
+                self._controller.counts.treated({"num_retracted": retracted})
+            return self._flushed(media=False) if flush_cache else {}
+
+        return self._then(stopped, settle)
+
+    def _end_absorbed(self, started: float) -> Reply:
+        """End the absorbed pause; decoding has never stopped for it."""
+        mode = self.absorption.mode
+        assert mode is not None
+        self.absorption.end()
+        self._controller.events.absorbed_ended(mode)
+        return self._reply(started)
+
+    def _gives_up_force(self) -> bool:
+        """Whether it no longer waits for other data-parallel engines to stop with it.
+
+        Each of them decides by itself that an absorbed pause takes force. If decoding
+        goes on before they have agreed, some of them may never stop.
+        """
+        is_alone = self._controller.dp_commit.num_pauses_left == 0
+        if not (self.absorption.is_settling and is_alone and self._is_pending):
+            return False
+        self._core.pending_pause = False
+        return True
 
     # ---------------------------------------------------------------- helpers
     def _flushed(self, *, media: bool) -> Reply:
@@ -385,18 +467,25 @@ class Pauses:
             self._go_on()
             return self._reply(started)
 
+        if self.absorption.mode is not None:
+            return self._end_absorbed(started)
         may_go_on = self.commit is None and self._controller.sleep.may_go_on()
-        if not (self.is_paused and may_go_on):
+        if not (self.is_paused and may_go_on) or self._gives_up_force():
             return act()
         self._require_settled()
         return self._controller.dp_commit.continue_together(act)
 
     def _require_settled(self) -> None:
         """Raise `PauseConflict` while data-parallel engines agree on a pause."""
-        if getattr(self._core, "pending_pause", False):
+        if self._is_pending:
             raise PauseConflict(
                 "not every data-parallel rank has paused; continue after the reply"
             )
+
+    @property
+    def _is_pending(self) -> bool:
+        """Whether data-parallel engines that step together agree on a pause."""
+        return bool(getattr(self._core, "pending_pause", False))
 
     def _go_on(self, *, is_asked: bool = False) -> None:
         if self.commit is None and self._controller.sleep.may_go_on(is_asked):
@@ -441,10 +530,11 @@ class Pauses:
 
     def _reply(self, started: float) -> Reply:
         running, waiting = self._core.scheduler.get_request_counts()
-        mode = self.mode
+        mode = self.told_mode
         return {
-            "paused": self.is_paused,
+            "paused": mode is not None,
             "mode": mode and mode.value,
+            "absorbed": self.absorption.mode is not None,
             "num_running": running,
             "num_waiting": waiting,
             "weight_version": self._controller.version.label,

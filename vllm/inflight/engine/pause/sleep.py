@@ -17,11 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from vllm.inflight import calls, upstream
 from vllm.inflight.engine.context import EngineContext
 from vllm.inflight.engine.pause import pause
+from vllm.inflight.engine.pause.absorption import Need
 from vllm.inflight.engine.scheduling import request_checks
 from vllm.inflight.engine.scheduling.scheduler_state import SchedulerState
 from vllm.inflight.errors import (
@@ -185,6 +187,8 @@ class Sleep:
     ) -> Any:
         """Call `sleep` when no rank works on its shadow weights any more.
 
+        An absorbed pause takes force first.
+
         Mode `keep` retracts the requests, because the contents of the KV cache are
         lost. A second call while the first waits for requests keeps the level of the
         first, and treats requests in its own mode.
@@ -196,6 +200,11 @@ class Sleep:
                 The engine stays awake; its update under way has ended.
 
         """
+        return self._controller.pauses.absorption.before(
+            Need.SLEEP, lambda: self._sleep(level, sleep, mode)
+        )
+
+    def _sleep(self, level: int, sleep: Callable[[int], Any], mode: str) -> Any:
         if level < 1:
             answer = sleep(level)
             self.is_paused_by_sleep = True
@@ -268,6 +277,18 @@ class Sleep:
             EngineFault: the memory could not be released.
 
         """
+        act = partial(self._release, tags, mode, is_trial, release_id)
+        if is_trial:
+            return act()
+        return self._controller.pauses.absorption.before(Need.RELEASE, act)
+
+    def _release(
+        self,
+        tags: set[str],
+        mode: PauseMode | None,
+        is_trial: bool,
+        release_id: str | None,
+    ) -> Any:
         if self._under_way is not None:
             raise PauseConflict(
                 "another call is releasing memory of this engine; wait for its reply"
@@ -284,7 +305,8 @@ class Sleep:
                 "it, or install vLLM 0.31 or newer"
             )
         if mode is None:
-            mode = self._controller.pauses.asked
+            pauses = self._controller.pauses
+            mode = pauses.asked or pauses.absorption.mode
             if mode not in (PauseMode.IN_PLACE, PauseMode.RETRACT):
                 mode = PauseMode.ABORT
         reply = {"released": sorted(parts), "mode": mode.value}
@@ -359,6 +381,11 @@ class Sleep:
         Without requests upstream's `release` does it. Upstream rejects the call if
         there are requests, even those that its pause keeps.
         """
+        return self._controller.pauses.absorption.before(
+            Need.RELEASE, lambda: self._release_kv_cache(release)
+        )
+
+    def _release_kv_cache(self, release: Callable[[], Any]) -> Any:
         core, asked = self._core, self._controller.pauses.asked
         if not core.is_scheduler_paused() or not core.scheduler.requests:
             return release()

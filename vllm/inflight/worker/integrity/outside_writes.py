@@ -104,6 +104,14 @@ def adopt_loads(worker: upstream.WorkerBase, adopter: Adopter) -> None:
         tripwire.adopter = adopter
 
 
+def announce_loads(
+    worker: upstream.WorkerBase, before_load: Callable[[], None]
+) -> None:
+    """Call `before_load` before the live model is loaded into."""
+    if (tripwire := tripwire_of_worker(worker)) is not None:
+        tripwire.before_load = before_load
+
+
 def arm(worker: upstream.WorkerBase) -> None:
     """See `Tripwire.arm`."""
     if (tripwire := tripwire_of_worker(worker)) is not None:
@@ -189,6 +197,7 @@ def tripwire_of_worker(worker: upstream.WorkerBase) -> WriteWatch | None:
 MOVES: dict[str, Callable[..., Any]] = {
     "attach": attach,
     "adopt_loads": adopt_loads,
+    "announce_loads": announce_loads,
     "arm": arm,
     "look": look,
     "overwritten": overwritten,

@@ -101,6 +101,8 @@ class Tripwire:
         self._is_eager = False
         self.adopter: Adopter | None = None
         """What loads in place of the live model; None if nothing does."""
+        self.before_load: Callable[[], None] | None = None
+        """Called before a live model is loaded into; None if nothing is."""
         self.is_asleep = False
         """True from a sleep of this worker until its weights are awake."""
         self._is_written = False
@@ -374,6 +376,8 @@ class NotedLoad:
                 adopted = tripwire.adopter(weights)
             if adopted is not None:
                 return adopted
+            if tripwire.before_load is not None:
+                tripwire.before_load()
             weights = tripwire.noted(weights)
         if self._whole is not None:
             return self._whole(weights, *args, **kwargs)

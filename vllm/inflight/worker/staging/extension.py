@@ -16,11 +16,15 @@ import functools
 import gc
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
 
 from vllm.inflight import messages, upstream
 from vllm.inflight.errors import Conflict, EngineFault, InflightError
@@ -71,11 +75,30 @@ def _unless_calling(original: Callable[..., Any], nothing: object) -> Any:
     return calm
 
 
+BY_HANDLE = {"_C_custom_ar": "", "_C": "shm_", "symm_mem": ""}
+"""Namespaces and first letters of operators whose group is a handle. vLLM's groups of
+ranks that decode are the only ones that use them."""
+
+PAST_TORCH = ("pynccl_comm", "mq_broadcaster")
+"""Attributes of a group, or of its communicator, that send without torch's operators.
+"""
+
+SENDING = (
+    *("all_reduce", "all_gather", "all_gatherv", "reduce_scatter", "reduce_scatterv"),
+    *("reduce", "scatter", "gather", "broadcast", "send", "recv", "batch_isend_irecv"),
+    *("broadcast_object", "enqueue", "dequeue"),
+)
+"""Their methods that send or receive."""
+
+
 class OwnGroups(TorchDispatchMode):
     """Rejects collectives of the groups of ranks that decode, in this thread.
 
     Steps use these groups at the same time. Ranks would meet in different calls, and
     would wait for each other or receive each other's tensors.
+
+    Collectives of torch and of vLLM are operators, which this mode sees. NCCL that vLLM
+    calls past torch, and its queue in shared memory, are guarded by themselves.
 
     Args:
         method: the method that runs, for the message.
@@ -86,13 +109,16 @@ class OwnGroups(TorchDispatchMode):
         super().__init__()
         self._method = method
         known = (found() for found in upstream.GROUPS.values())
-        groups = [group for group in known if group is not None]
+        groups = [g for g in known if g is not None and g.world_size > 1]
         self._decoding = [
-            each
-            for group in groups
-            if group.world_size > 1
-            for each in (group.device_group, group.cpu_group)
+            each for group in groups for each in (group.device_group, group.cpu_group)
         ]
+        self._names = {group.unique_name for group in groups}
+        self._names.update(each.group_name for each in self._decoding)
+        for group in groups:
+            for owner in (group, group.device_communicator):
+                for name in PAST_TORCH:
+                    _guard(getattr(owner, name, None))
 
     def __torch_dispatch__(
         self,
@@ -101,16 +127,53 @@ class OwnGroups(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if self._decoding and func.namespace == "c10d":
-            groups = [_group_of(each) for each in args]
-            if any(group is each for group in groups for each in self._decoding):
-                name = func.__name__.partition(".")[0].strip("_")
-                raise Conflict(
-                    f"{self._method} calls the collective {name} of a group of ranks "
-                    "that decode, and it runs beside their steps; start the engine "
-                    "with --inflight-adopt off"
-                )
+        if self._decoding and self._is_theirs(func, args, kwargs or {}):
+            name = func.__name__.partition(".")[0].strip("_")
+            raise _conflict(self._method, name)
         return func(*args, **(kwargs or {}))
+
+    def _is_theirs(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Whether an operator is a collective of ranks that decode."""
+        namespace = func.namespace
+        if namespace == "c10d":
+            groups = [_group_of(each) for each in args]
+            return any(group is each for group in groups for each in self._decoding)
+        if namespace in ("vllm", "_c10d_functional"):
+            named = [e for e in (*args, *kwargs.values()) if isinstance(e, str)]
+            return not self._names.isdisjoint(named)
+        first = BY_HANDLE.get(namespace)
+        return first is not None and func.__name__.startswith(first)
+
+
+def _guard(owner: Any) -> None:
+    """Let the methods of `owner` that send raise in a thread that runs an extension's.
+
+    They are replaced once, for good. Other threads notice nothing of it.
+    """
+    for name in SENDING if owner is not None else ():
+        method = getattr(owner, name, None)
+        if callable(method) and not hasattr(method, "is_guarded"):
+            setattr(owner, name, _guarded(method, name))
+
+
+def _guarded(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        if is_calling():
+            raise _conflict("a method of the worker extension", name)
+        return method(*args, **kwargs)
+
+    setattr(guarded, "is_guarded", True)  # noqa: B010 (mypy knows no such attribute)
+    return guarded
+
+
+def _conflict(method: str, name: str) -> Conflict:
+    return Conflict(
+        f"{method} calls the collective {name} of a group of ranks that decode, and it "
+        "runs beside their steps; start the engine with --inflight-adopt off"
+    )
 
 
 def _group_of(value: object) -> Any:
@@ -123,6 +186,19 @@ def _group_of(value: object) -> Any:
         return None
 
 
+@contextmanager
+def _default_device(device: torch.device) -> Iterator[None]:
+    """Let tensors be made on `device`, unless a call names another device.
+
+    A default device sends every call of torch through Python, so none is set again.
+    """
+    if torch.get_default_device() == device:
+        yield
+        return
+    with torch.device(device):
+        yield
+
+
 class Door:
     """`load_weights` of the shadow model, as a method of an extension calls it.
 
@@ -131,6 +207,7 @@ class Door:
         model: the shadow model.
         clones: whether layers keep tensors after the call. The sender uses the memory
             of its tensors again, so they are cloned.
+        device: the default device of the load.
 
     Attributes:
         failure: the first error of a load. A method may handle it, and report success.
@@ -138,9 +215,15 @@ class Door:
     """
 
     def __init__(
-        self, load: Callable[..., Any], model: torch.nn.Module, *, clones: bool
+        self,
+        load: Callable[..., Any],
+        model: torch.nn.Module,
+        *,
+        clones: bool,
+        device: torch.device,
     ) -> None:
         self._load, self._model, self._clones = load, model, clones
+        self._device = device
         self.failure: Exception | None = None
         self._is_used = False
         self._states = self._now()
@@ -149,14 +232,29 @@ class Door:
     def __call__(self, weights: Iterable[Pair]) -> set[str]:
         """Load tensors; returns their names."""
         names: set[str] = set()
+        usual = torch.get_default_device()
+        modes = [mode for mode in _get_current_dispatch_mode_stack()]
 
         def noted() -> Iterator[Pair]:
-            for name, tensor in weights:
+            tensors = iter(weights)
+            while True:
+                # An iterator is code of the extension, as the method is.
+                with _calling(True), _default_device(usual), ExitStack() as stack:
+                    for mode in modes:
+                        stack.enter_context(mode)
+                    pair = next(tensors, None)
+                if pair is None:
+                    return
+                name, tensor = pair
                 names.add(name)
                 yield name, tensor.clone() if self._clones else tensor
 
         try:
-            with _calling(False), _disable_current_modes():
+            with (
+                _calling(False),
+                _disable_current_modes(),
+                _default_device(self._device),
+            ):
                 self._load(noted())
         except Exception as error:
             self.failure = self.failure or error
@@ -210,6 +308,8 @@ class ExtensionCalls(StagedEngine):
     update_info_cls = upstream.WeightTransferUpdateInfo
 
     worker: upstream.WorkerBase
+    usual_device: torch.device | None = None
+    """The default device of the thread that executes worker calls as upstream does."""
     _stand_in: Any = None
     _results: dict[tuple[int, int], Any] | None = None
     _source: dict[str, Any] | None = None
@@ -247,7 +347,8 @@ class ExtensionCalls(StagedEngine):
         else:
             name, method = command.method, getattr(self._stand_in, command.method)
         try:
-            with _calling(True), OwnGroups(name):
+            usual = self.usual_device or torch.device("cpu")
+            with _calling(True), OwnGroups(name), _default_device(usual):
                 return method(*command.args, **command.kwargs)
         except InflightError:
             raise

@@ -614,17 +614,17 @@ class UpdateLoader:
         """Of a delta, see `DeltaWriter.shares`."""
         return None if self._writer is None else self._writer.shares()
 
-    def leave_unsent(self) -> int:
+    def leave_unsent(self) -> list[str]:
         """Let parameters that nothing was sent for keep their live values.
 
         Returns:
-            the number of these parameters.
+            the names of these parameters.
 
         """
         unsent = self.coverage.due(self._manifest) - self.coverage.begun
         if unsent:
             self._manifest = replace(self._manifest, subset=("*",))
-        return len(unsent)
+        return sorted(unsent)
 
     def complete(self) -> None:
         """Load again the unchanged tensors of parameters that a delta has changed.

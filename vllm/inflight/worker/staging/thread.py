@@ -6,6 +6,7 @@ leaves decoding its speed. The thread posts its progress on the status board.
 
 from __future__ import annotations
 
+import logging
 import queue
 import time
 from contextlib import nullcontext, suppress
@@ -55,6 +56,9 @@ from vllm.inflight.worker.verify.model_config import (
 from vllm.inflight.yielding import beside_decoding, done_with_breaks, resting_by
 
 POLL_S = 0.02
+MOST_NAMED = 16
+"""Most parameters that a log line names."""
+
 logger = upstream.init_logger(__name__)
 
 
@@ -225,7 +229,8 @@ class StagingThread(Background):
             is_kept = self._shadow.device.type == "cpu" or bool(self._shadow.quantised)
             assert self._shadow.module is not None
             load, module = self._intake.load_weights, self._shadow.module
-            self._door = Door(load, module, clones=is_kept)
+            device = torch.device(self._worker.device)
+            self._door = Door(load, module, clones=is_kept, device=device)
             self._stager.extension.note_source()
         self._intake.coverage.stand_before(self._door or self._intake.load_weights)
         if manifest.tensors:
@@ -347,15 +352,23 @@ class StagingThread(Background):
         usual = self._stager.sent_by.get(framework, begun if may_be_first else None)
         if not begun or begun != usual:
             return
-        num_kept = self._intake.leave_unsent()
-        if num_kept:
-            logger.info(
-                "%s has written %d parameters and marked the end of its version; %d "
-                "others keep their live values",
-                framework,
-                len(begun),
-                num_kept,
-            )
+        kept = self._intake.leave_unsent()
+        if not kept:
+            return
+        is_first = framework not in self._stager.sent_by
+        logger.log(
+            logging.WARNING if is_first else logging.INFO,
+            "%s has written %d parameters and marked the end of its version; %d others "
+            "keep their live values: %s%s",
+            framework,
+            len(begun),
+            len(kept),
+            ", ".join(kept[:MOST_NAMED]) + (", …" if len(kept) > MOST_NAMED else ""),
+            ". It is the first version of this engine, so nothing tells whether they "
+            "were left out on purpose; later versions have to leave out the same"
+            if is_first
+            else "",
+        )
 
     def _read(self, payload: object) -> Any:
         """What `update_info` says to the transport; raises `Malformed`."""

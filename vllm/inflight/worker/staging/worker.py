@@ -227,6 +227,8 @@ class StagingWorker:
                 return
             self._job = job
         if self._job.serial == serial:
+            if isinstance(command, messages.CallExtension):
+                self.extension.usual_device = torch.get_default_device()
             self._job.put(command)
 
     def open(self, is_cancelled: Callable[[], bool] = never) -> None:

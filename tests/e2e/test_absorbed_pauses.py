@@ -1,0 +1,216 @@
+"""Absorbed pauses on a real engine core: frameworks' calls, and writes of all kinds."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.engine.core import EngineCore
+
+from tests.e2e.test_adopted_recordings import areal, pipelinerl, prime_rl, skyrl
+from tests.e2e.test_adoption import labels_across, served, tensors_of
+from tests.e2e.test_out_of_band_writes import model_of
+from tests.e2e.test_sleep import says
+from tests.support.engines.bare_core import Streams, add, call, prompt, publish
+from tests.support.engines.core_door import Door
+from tests.support.engines.reference import Reference
+from tests.support.frameworks.core import beside_steps, extended_core
+from tests.support.frameworks.recorded import AReaL, PipelineRL, PrimeRL, SkyRL
+from vllm.inflight.engine.pause.absorption import Need
+
+pytestmark = pytest.mark.engine
+
+NUM_TOKENS = 900
+
+
+class Extension(PrimeRL, SkyRL, AReaL, PipelineRL):
+    """The calls of four frameworks, and one that nobody knows."""
+
+    def tests_load(self: Any, tensors: dict[str, torch.Tensor], notes: Any) -> None:
+        notes()
+        self.model_runner.model.load_weights(tensors.items())
+        notes()
+
+
+@pytest.fixture(scope="module")
+def booted(folders: dict[str, Path]) -> Iterator[EngineCore]:
+    flags = {"additional_config": {"inflight": {"pauses": "absorb"}}}
+    name = f"{__name__}.Extension"
+    with extended_core(folders["old"], name, max_model_len=1024, **flags) as core:
+        yield core
+
+
+@pytest.fixture(scope="module")
+def reference(folders: dict[str, Path]) -> Reference:
+    return Reference(folders, torch.float32)
+
+
+def norms(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors that the CPU build keeps as they are: it packs the others."""
+    return {n: t for n, t in tensors_of(folder).items() if "norm" in n}
+
+
+def running(core: EngineCore) -> Streams:
+    add(core, "runs", prompt(3), max_tokens=NUM_TOKENS)
+    return Streams(core).step(10)
+
+
+def enforced(core: EngineCore) -> dict[str, int]:
+    return dict(core.vllm_inflight.counts.enforced)
+
+
+def in_turn(core: EngineCore, method: str, **body: Any) -> Any:
+    """A control call of another thread than the one that takes steps."""
+    return core.vllm_inflight.step_queue.run(lambda: call(core, method, **body))
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+@pytest.mark.parametrize("send", [prime_rl, skyrl, pipelinerl])
+def test_a_frameworks_pause_around_its_adopted_update_stops_no_token(
+    core: EngineCore, folders: dict[str, Path], send: Any, mode: str
+) -> None:
+    before = enforced(core)
+    streams = running(core)
+
+    def sync() -> list[int]:
+        assert in_turn(core, "pause", mode=mode)["paused"] is True
+        counts = [len(streams.tokens["runs"])]
+        send(core, folders["new"], tensors_of(folders["new"]))
+        counts.append(len(streams.tokens["runs"]))
+        assert in_turn(core, "paused")["absorbed"] is True
+        assert in_turn(core, "resume")["paused"] is False
+        return counts
+
+    first, last = beside_steps(streams, sync)
+    assert last > first, "tokens came while the engine was told to pause"
+    assert enforced(core) == before
+    streams.run(1000)
+    labels_across(streams, "old", served(core)[0], NUM_TOKENS)
+
+
+def test_a_worker_call_that_is_not_adopted_stops_every_step_meanwhile(
+    core: EngineCore, folders: dict[str, Path]
+) -> None:
+    streams = running(core)
+    seen: list[tuple[int, bool]] = []
+
+    def note() -> None:
+        seen.append((len(streams.tokens["runs"]), core.is_scheduler_paused()))
+
+    def write() -> None:
+        in_turn(core, "pause", mode="in_place")
+        core.collective_rpc("tests_load", args=(norms(folders["new"]), note))
+        streams_stand_still(core, streams)
+        in_turn(core, "resume")
+
+    beside_steps(streams, write)
+    assert seen[0] == seen[1] and seen[0][1] is True
+    labels = streams.run(1000).stamps["runs"]
+    assert labels[: seen[0][0]] == ["old"] * seen[0][0]
+    assert set(labels[seen[0][0] :]) == {served(core)[0]}
+
+
+def streams_stand_still(core: EngineCore, streams: Streams) -> None:
+    """Fails if a token comes in the next rounds of the stepping thread."""
+    before = len(streams.tokens["runs"])
+    for _ in range(20):
+        assert in_turn(core, "paused")["absorbed"] is False
+    assert len(streams.tokens["runs"]) == before
+
+
+def test_code_beside_the_engine_loads_while_no_step_runs(
+    core: EngineCore, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL colocated: it calls `load_weights` of the model, once for each tensor."""
+    before = enforced(core).get(Need.LOAD, 0)
+    streams = running(core)
+    pairs = list(norms(folders["new"]).items())
+
+    def load() -> list[int]:
+        in_turn(core, "pause", mode="in_place")
+        counts = []
+        for pair in pairs:
+            model_of(core).load_weights([pair])
+            counts.append(len(streams.tokens["runs"]))
+        streams_stand_still(core, streams)
+        in_turn(core, "resume")
+        return counts
+
+    counts = beside_steps(streams, load)
+    assert len(set(counts)) == 1, "a step ran between two tensors"
+    assert enforced(core)[Need.LOAD] == before + 1
+    labels = streams.run(1000).stamps["runs"]
+    assert set(labels[: counts[0]]) == {"old"}
+    assert set(labels[counts[0] :]) == {served(core)[0]} != {"old"}
+
+
+def test_a_write_past_load_weights_stops_decoding_at_the_next_step(
+    core: EngineCore, folders: dict[str, Path]
+) -> None:
+    call(core, "pause", mode="in_place")
+    parameter = next(p for n, p in model_of(core).named_parameters() if "norm" in n)
+    with torch.no_grad():
+        parameter.copy_(parameter * 2)
+    add(core, "comes", prompt(3))
+    streams = Streams(core).step(5)
+    assert "comes" not in streams.tokens
+    assert enforced(core)[Need.WRITE] >= 1
+    call(core, "resume")
+    streams.run()
+    assert set(streams.stamps["comes"]) == {served(core)[0]}
+
+
+def test_an_update_of_several_calls_without_a_mark_is_committed_under_the_pause(
+    core: EngineCore, folders: dict[str, Path]
+) -> None:
+    """AReaL's first call of each bucket is not known, so the pause takes force."""
+    digest = publish(core, folders["new"], "new")["digest"]
+    publish(core, folders["old"], "old")
+    call(core, "pause", mode="in_place")
+    areal(core, folders["new"], tensors_of(folders["new"]))
+    assert served(core)[2] == digest
+    assert call(core, "paused")["absorbed"] is False
+    call(core, "resume")
+
+
+def test_the_tokens_of_a_retracting_pause_are_those_of_their_versions(
+    core: EngineCore, folders: dict[str, Path], reference: Reference
+) -> None:
+    add(core, "r", prompt(1))
+    streams = Streams(core).step(10)
+    call(core, "pause", mode="retract", flush_cache=True)
+    streams.step(5)
+    publish(core, folders["new"], "new")
+    call(core, "resume")
+    streams.run()
+    assert streams.stamps["r"] == ["old"] * 15 + ["new"] * 25
+    fresh = says_from(core, prompt(1) + streams.tokens["r"][:15])
+    assert streams.tokens["r"][15:] == fresh[:25]
+
+
+def says_from(core: EngineCore, text: list[int]) -> list[int]:
+    add(core, "again", text, max_tokens=25)
+    return Streams(core).run().tokens["again"]
+
+
+def test_the_routes_tell_a_framework_that_it_is_paused(core: EngineCore) -> None:
+    door = Door(core)
+    reply = door.client.post("/pause?mode=keep&clear_cache=false").json()
+    assert (reply["status"], reply["paused"], reply["absorbed"]) == (
+        "paused",
+        True,
+        True,
+    )
+    state = door.get("/is_paused")
+    assert (state["is_paused"], state["mode"], state["absorbed"]) == (
+        True,
+        "in_place",
+        True,
+    )
+    assert "is absorbed" in door.get("/weight_update")["pause_detail"]
+    assert len(says(core, "meanwhile")) == 40
+    cleared = door.client.post("/pause?mode=keep").json()
+    assert (cleared["mode"], cleared["absorbed"]) == ("retract", True)
+    assert door.client.post("/resume").json()["paused"] is False
+    assert door.get("/is_paused")["is_paused"] is False
