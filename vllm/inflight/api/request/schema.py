@@ -23,7 +23,6 @@ LABEL: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_LABEL_CHARS}
 NAME: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_NAME_CHARS}
 MODE: Schema = {"type": "string", "enum": [*(mode.value for mode in PauseMode), "keep"]}
 
-MAX_INT64 = (1 << 63) - 1
 ONE_OR_EACH = " A list has a value for each prompt."
 TEXTS = {
     "abort_all": "Whether to end all requests.",
@@ -208,7 +207,7 @@ SAMPLING: dict[str, Schema] = {
     "ebnf": TEXT,
     "structural_tag": TEXT,
     "logit_bias": OBJECT,
-    "sampling_seed": {"type": "integer", "minimum": -(1 << 63), "maximum": MAX_INT64},
+    "sampling_seed": {"type": "integer"},
 }
 """The fields of SGLang's `sampling_params`."""
 

@@ -96,8 +96,6 @@ def _logprobs(
         [None, token, None] if n == 0 else _entry(found, token, wanted)
         for n, (found, token) in enumerate(zip(read, prompt_ids, strict=False))
     ]
-    if inputs and wanted.has_text and read[0]:
-        inputs[0][2] = _entry(read[0], prompt_ids[0], wanted)[2]
     meta: dict[str, Any] = {
         "input_token_logprobs": inputs,
         "output_token_logprobs": said,

@@ -339,11 +339,12 @@ def _check(name: str, value: object, schema: Mapping[str, Any]) -> None:
         return
     allowed = tuple(kind for each in kinds for kind in KINDS[each])
     is_wrong_bool = isinstance(value, bool) and bool not in allowed
-    least, most = schema.get("minimum"), schema.get("maximum")
+    least = schema.get("minimum")
     if not isinstance(value, allowed) or is_wrong_bool:
         wanted = " or ".join(kinds)
         raise Malformed(f"{name} must be of type {wanted}, got {value!r:.80}")
     if least is not None and isinstance(value, int | float) and value < least:
         raise Malformed(f"{name} must be at least {least}, got {value}")
-    if most is not None and isinstance(value, int | float) and value > most:
-        raise Malformed(f"{name} must be at most {most}, got {value}")
+    if isinstance(value, list) and "items" in schema:
+        for each in value:
+            _check(f"an entry of {name}", each, schema["items"])

@@ -34,6 +34,12 @@ KEY = HTTPBearer(
     auto_error=False,
 )
 
+API_KEY = HTTPBearer(
+    scheme_name="API key",
+    description="The key of `--api-key`. A server without one answers every caller.",
+    auto_error=False,
+)
+
 CORE, PAUSE = "in-flight: weights", "in-flight: pause"
 SGLANG, VLLM, PIPELINERL = (
     "in-flight: SGLang's calls",
@@ -358,17 +364,22 @@ def described(method: str, path: str) -> dict[str, Any]:
     responses[200] = _json("Done.", reply if path not in _LISTS else {})
     return {
         "tags": [TAG_OF.get(path, SGLANG)],
-        "dependencies": [Security(KEY)],
+        "dependencies": [Security(_key(path))],
         "responses": responses,
         "openapi_extra": _request(method, path),
     }
 
 
+def _key(path: str) -> HTTPBearer:
+    """The key that opens a route."""
+    return API_KEY if TAG_OF.get(path) == ROLLOUT else KEY
+
+
 IN_QUERY = ("/pause",)
 """Paths of POST whose fields upstream's clients send in the query."""
 
-_LISTS = ("/get_weights_by_name",)
-"""Paths whose reply is a list."""
+_LISTS = ("/get_weights_by_name", "/get_load", "/generate")
+"""Paths whose reply is a list, or can be one."""
 
 
 def _json(description: str, schema: Schema) -> dict[str, Any]:

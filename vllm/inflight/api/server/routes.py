@@ -31,11 +31,11 @@ from vllm.inflight.api.request.body import SMALL_BYTES, parse, parsed, read
 from vllm.inflight.api.request.fields import Fields
 from vllm.inflight.api.request.refusal import refusal
 from vllm.inflight.api.request.schema import FINISHING, OPENING, ROLLING_BACK
-from vllm.inflight.api.rollout.routes import ROLLOUT_ROUTES, add_rollout_routes
 from vllm.inflight.api.server.admission import Admission
 from vllm.inflight.api.server.health import health
 from vllm.inflight.api.server.metrics import metrics
 from vllm.inflight.api.server.openapi import TAGS, described, serve_docs_offline
+from vllm.inflight.api.server.rollout_routes import ROLLOUT_ROUTES, add_rollout_routes
 from vllm.inflight.api.server.start_log import log_start
 from vllm.inflight.calls import StartUpdate
 from vllm.inflight.errors import InflightError, UpstreamChanged

@@ -15,7 +15,7 @@ from vllm.inflight.api.request import auth
 from vllm.inflight.api.request.body import SMALL_BYTES, parse, parsed, read
 from vllm.inflight.api.request.refusal import refusal
 from vllm.inflight.api.rollout.generate import generate
-from vllm.inflight.api.rollout.load import get_load, health_generate, loads
+from vllm.inflight.api.server.load import get_load, health_generate, loads
 from vllm.inflight.api.server.openapi import described
 from vllm.inflight.errors import InflightError, Malformed
 from vllm.inflight.update import MAX_MANIFEST_BYTES
