@@ -102,11 +102,11 @@ def facts(sample: Any) -> dict[str, Any]:
     """What a sample of slime has after a rollout."""
     return {
         "status": sample.status.value,
-        "tokens": sample.tokens,
+        "tokens": list(sample.tokens),
         "response": sample.response,
         "length": sample.response_length,
-        "logprobs": sample.rollout_log_probs,
-        "versions": sample.weight_versions,
+        "logprobs": list(sample.rollout_log_probs or ()),
+        "versions": list(sample.weight_versions),
         "reward": sample.reward,
         "prompt": sample.prompt,
     }
@@ -124,12 +124,9 @@ class Prompts:
         groups, self.given_back = self.given_back[:count], self.given_back[count:]
         while len(groups) < count:
             index, self._next = self._next, self._next + self._size
-            prompt = f"number {index}"
+            numbers = range(index, index + self._size)
             groups.append(
-                [
-                    self._sample(index=index + n, prompt=prompt)
-                    for n in range(self._size)
-                ]
+                [self._sample(index=n, prompt=f"number {index}") for n in numbers]
             )
         return groups
 
@@ -165,7 +162,7 @@ async def one_by_one(args: Namespace, url: str, new: Path) -> dict[str, Any]:
             await asyncio.sleep(0.01)
         await abort_servers_until_idle([url])
         await asyncio.gather(*running)
-        partial = [facts(each) | {"tokens": list(each.tokens)} for each in samples]
+        partial = [facts(each) for each in samples]
         body = {"path": str(new), "weight_version": "new"}
         reply = await client.post(f"{url}/update_weights_from_disk", json=body)
         assert reply.json()["success"], reply.text
