@@ -39,6 +39,17 @@ def seen(folders: list[Path]) -> dict[str, Any]:
         return seen
 
 
+def test_the_server_is_an_external_engine_of_slime(seen: dict[str, Any]) -> None:
+    assert seen["engine"] == {
+        "worker type": "regular",
+        "GPUs": 1,
+        "layout": {"tp_size": 1, "pp_size": 1, "ep_size": 1, "moe_dp_size": 1},
+        "memory saver": False,
+        "processed": True,
+        "version": "old",
+    }
+
+
 @pytest.mark.parametrize("way", ["whole", "streamed"])
 def test_a_sample_has_the_tokens_and_logprobs_of_the_completions_route(
     seen: dict[str, Any], way: str

@@ -29,7 +29,8 @@ from tests.support.ports import free_port
 
 LONGEST = 400
 """Tokens of a long rollout."""
-EXECUTED = ("slime.rollout.rm_hub",)
+EXECUTED = ("slime.rollout.rm_hub", "slime.utils.accelerator")
+EMPTY = ("ray", "sglang", "sglang_router", "pylatexenc", "slime.ray")
 
 
 def arguments(url: str, model: Path) -> Namespace:
@@ -178,6 +179,31 @@ async def one_by_one(args: Namespace, url: str, new: Path) -> dict[str, Any]:
     }
 
 
+def control_plane(url: str) -> dict[str, Any]:
+    """How slime finds an external engine, and the calls of its engine's class."""
+    from slime.backends.sglang_utils.external import discover_external_engines
+    from slime.backends.sglang_utils.sglang_engine import SGLangEngine
+
+    (found,) = discover_external_engines([url])
+    engine = SGLangEngine(Namespace(rollout_external=True), 0)
+    engine.node_rank, engine.server_host, engine.server_port = 0, found.host, found.port
+    assert engine.health_generate()
+    engine.pause_generation()
+    engine.flush_cache()
+    processed = engine.post_process_weights(
+        restore_weights_before_load=True, post_process_quantization=True
+    )
+    engine.continue_generation()
+    return {
+        "worker type": found.worker_type,
+        "GPUs": found.num_gpus,
+        "layout": found.parallel_config,
+        "memory saver": found.server_info["enable_memory_saver"],
+        "processed": processed["success"],
+        "version": engine.get_weight_version(),
+    }
+
+
 def whole_rollout(args: Namespace) -> dict[str, Any]:
     """`generate_rollout`, twice: the second takes the partial samples of the first."""
     from slime.rollout import sglang_rollout
@@ -197,10 +223,11 @@ def whole_rollout(args: Namespace) -> dict[str, Any]:
 
 
 def main(url: str, old: Path, new: Path) -> None:
-    sys.meta_path.insert(0, bare("slime", *EXECUTED, empty=("ray", "pylatexenc")))
+    sys.meta_path.insert(0, bare("slime", *EXECUTED, empty=EMPTY))
     sys.path.append(str(PACKAGES / "slime"))
-    alone = asyncio.run(one_by_one(arguments(url, old), url, new))
-    tell(alone | whole_rollout(arguments(router(url), old)))
+    seen = {"engine": control_plane(url)}
+    seen |= asyncio.run(one_by_one(arguments(url, old), url, new))
+    tell(seen | whole_rollout(arguments(router(url), old)))
 
 
 if __name__ == "__main__":

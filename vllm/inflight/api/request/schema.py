@@ -333,6 +333,9 @@ FIELDS: dict[str, dict[str, Schema]] = {
     "/server_info": _explained(
         {"config_format": {"enum": ["text", "json"], "default": "text"}}
     ),
+    "/get_server_info": _explained(
+        {"config_format": {"enum": ["text", "json"], "default": "text"}}
+    ),
     "/abort_request": _explained({"rid": TEXT, "abort_all": OFF}),
     "/abort_requests": _explained({"request_ids": NAMES}),
     "/get_weights_by_name": _explained(

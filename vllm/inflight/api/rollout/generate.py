@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 from vllm.inflight import upstream
 from vllm.inflight.api.control.methods import control_of
-from vllm.inflight.api.rollout.reply import written
+from vllm.inflight.api.rollout.reply import returns_routing, written
 from vllm.inflight.api.rollout.request import Ask, Rollout, read
 from vllm.inflight.errors import InflightError, Malformed
 
@@ -120,8 +120,7 @@ async def _live(engine: upstream.EngineClient) -> str:
 def _check(engine: upstream.EngineClient, rollout: Rollout) -> None:
     """Reject what the engine was not started for, or has no room for."""
     config = engine.vllm_config
-    routing = getattr(config, "aux_output_config", config.model_config)
-    if rollout.has_routing and not routing.enable_return_routed_experts:
+    if rollout.has_routing and not returns_routing(config):
         raise Malformed(
             "return_routed_experts: the server has to be started with "
             "--enable-return-routed-experts"

@@ -126,6 +126,13 @@ def _top(found: Mapping[int, Any], wanted: Logprobs) -> list[Entry]:
     return [_entry(found, token, wanted) for token in likeliest]
 
 
+def returns_routing(config: upstream.VllmConfig) -> bool:
+    """Whether an engine was started with `--enable-return-routed-experts`."""
+    # Until vLLM 0.30 the flag is the model's.
+    holder = getattr(config, "aux_output_config", config.model_config)
+    return bool(getattr(holder, "enable_return_routed_experts", False))
+
+
 def routing(experts: Any) -> str:
     """The experts of each token and layer, as base64 of 32-bit integers."""
     return base64.b64encode(np.asarray(experts, np.int32).tobytes()).decode()

@@ -150,6 +150,7 @@ STATUSES: dict[str, tuple[int, ...]] = {
     "/abort_requests": (500,),
     "/reset_prefix_cache": (500,),
     "/server_info": (),
+    "/get_server_info": (),
 }
 """Path → the statuses of its errors, beside `ALWAYS`."""
 
