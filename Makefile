@@ -91,7 +91,8 @@ build/ray: # beside the environment: nothing else needs it
 	$(PY) -m pip install --quiet --no-deps --target $@ ray==2.60.0 msgpack==1.2.4
 
 test-frameworks: setup build/frameworks ## worker extensions of OpenRLHF, verl and others, and slime's rollouts, from their own files
-	$(PY) -m pytest -m slow tests/e2e/test_framework_packages.py tests/e2e/test_slime.py
+	$(PY) -m pytest -m engine tests/e2e/test_framework_packages.py tests/e2e/test_slime.py \
+		tests/e2e/test_recipes.py
 
 # slime has no package; a commit of 21 August 2026
 SLIME := 624b824a898ab0ec1fcb4d373004c7f3852bf515
