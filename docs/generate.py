@@ -13,7 +13,7 @@ import difflib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from docs import signatures
@@ -24,6 +24,7 @@ from docs.release_runs import releases
 from docs.tables import code, first_line, table
 from vllm.inflight import patch
 from vllm.inflight.api.server.flags import GROUP, add_flags
+from vllm.inflight.api.server.rollout_routes import ROLLOUT_ROUTES
 from vllm.inflight.api.server.routes import ROUTES
 from vllm.inflight.cli import main as cli
 from vllm.inflight.config import (
@@ -201,9 +202,18 @@ def patches() -> str:
 
 def routes() -> str:
     """Method, path and purpose of every control route."""
+    return _routes(ROUTES)
+
+
+def rollout_routes() -> str:
+    """Method, path and purpose of every rollout route."""
+    return _routes(ROLLOUT_ROUTES)
+
+
+def _routes(table_of: Mapping[tuple[str, str], object]) -> str:
     rows = (
         [method, code(path), first_line(handler.__doc__)]
-        for (method, path), handler in ROUTES.items()
+        for (method, path), handler in table_of.items()
     )
     return table(["method", "path", "what it does"], rows)
 
@@ -287,7 +297,7 @@ TABLES: dict[str, list[Callable[[], str]]] = {
     "gpu-tests.md": [gpu_runs],
     "releases.md": [releases],
     "how-it-works.md": [moves],
-    "http.md": [routes, older_fields],
+    "http.md": [routes, rollout_routes, older_fields],
     "models.md": [families],
     "patches.md": [patches],
     "pausing.md": [pauses],

@@ -67,6 +67,26 @@ def test_an_adapter_is_loaded_in_place_once_and_lives_through_an_update(
     assert said(server) == (second, 0)
 
 
+def test_the_rollout_route_uses_the_adapter_of_its_lora_path(
+    server: Server, old: Path, tmp_path: Path
+) -> None:
+    make_adapter(old, tmp_path)
+    load(server, tmp_path, load_inplace=True)
+    sampling = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
+    body = {"input_ids": PROMPT, "sampling_params": sampling}
+    plain = server.post("/generate", body)
+    adapted = server.post("/generate", body | {"lora_path": "adapter"})
+    assert adapted["text"] == said(server)[0] != plain["text"]
+    (span,) = adapted["meta_info"]["weight_versions"]
+    assert span["adapter"] == "adapter"
+    both = server.post(
+        "/generate",
+        body | {"input_ids": [PROMPT, PROMPT], "lora_path": ["adapter", None]},
+    )
+    spans = [each["meta_info"]["weight_versions"][0] for each in both]
+    assert [each.get("adapter") for each in spans] == ["adapter", None]
+
+
 def test_an_adapter_of_a_stream_outlives_its_files(
     server: Server, old: Path, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.serving import Server
 from vllm.inflight.api.server.admission import GENERATING
+from vllm.inflight.api.server.rollout_routes import ROLLOUT_ROUTES
 from vllm.inflight.api.server.routes import ROUTES
 
 pytestmark = pytest.mark.engine
@@ -101,7 +102,7 @@ def test_every_route_of_the_server_is_known_to_generate_or_not(
     page = server.client.get("/openapi.json").json()["paths"]
     posts = {path for path, methods in page.items() if "post" in methods}
     posts = {path for path in posts if not path.endswith(("/render", "/derender"))}
-    ours = {path for _, path in ROUTES}
+    ours = {path for _, path in [*ROUTES, *ROLLOUT_ROUTES]}
     assert posts - GENERATING - ours - set(ELSEWHERE) == set()
 
 

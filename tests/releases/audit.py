@@ -19,6 +19,7 @@ from tests.releases import checks, records, type_errors, wheel
 from tests.releases.checks import ABSENT, BREAKS, DIFFERS, FITS, Finding
 from tests.releases.release import Release
 from vllm.inflight import patch, upstream
+from vllm.inflight.api.server.rollout_routes import ROLLOUT_ROUTES
 from vllm.inflight.api.server.routes import ROUTES
 from vllm.inflight.patch.records.attributes import ATTRIBUTES
 from vllm.inflight.patch.records.private_names import OVERRIDES, PRIVATES
@@ -47,7 +48,7 @@ def findings(release: Release, reference: Release) -> Iterator[Finding]:
     yield from checks.imports(release)
     yield from checks.words(*sides, patches)
     yield from checks.fields(release, records.FIELDS)
-    yield from checks.routes(*sides, [*ROUTES, *OTHER_ROUTES])
+    yield from checks.routes(*sides, [*ROUTES, *ROLLOUT_ROUTES, *OTHER_ROUTES])
     yield from checks.ways_around(*sides, patches)
     yield from checks.families(*sides, records.FAMILIES)
     yield from checks.code(*sides, records.RESTS_ON)

@@ -27,6 +27,8 @@ CORE = (
     "tests/e2e/test_http_spans.py",  # spans on each route, whole and streamed
     "tests/e2e/test_control_port.py",  # keys
     "tests/e2e/test_sglang.py",
+    "tests/e2e/test_rollouts.py",
+    "tests/e2e/test_routed_experts.py",
     "tests/e2e/test_adapters.py",
     "tests/e2e/test_embeddings.py",
     "tests/e2e/test_quantised.py",

@@ -25,7 +25,11 @@ class Engine:
         self.core_engines = [b"0"]
         self.asked: list[str] = []
         parallel = SimpleNamespace(
-            world_size=1, world_size_across_dp=1, data_parallel_size=1
+            world_size=1,
+            world_size_across_dp=1,
+            data_parallel_size=1,
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
         )
         model = SimpleNamespace(
             enable_sleep_mode=False,

@@ -20,6 +20,7 @@ from tests.support.route_stub import Engine, served
 from vllm.inflight import patch, trainer
 from vllm.inflight.api.server.flags import GROUP, add_flags
 from vllm.inflight.api.server.metrics import exposition
+from vllm.inflight.api.server.rollout_routes import ROLLOUT_ROUTES
 from vllm.inflight.api.server.routes import ROUTES
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine.counters import Counters
@@ -112,7 +113,7 @@ def signatures(kind: Any) -> dict[str, str]:
 def surface() -> dict[str, Any]:
     """All of it."""
     return {
-        "routes": [" ".join(key) for key in ROUTES],
+        "routes": [" ".join(key) for key in [*ROUTES, *ROLLOUT_ROUTES]],
         "openapi": openapi(),
         "flags": flags(),
         "fields": fields(),

@@ -194,6 +194,14 @@ NAMES = {
     "EMPTY_CPU_TENSOR": "vllm.v1.engine.output_processor:EMPTY_CPU_TENSOR",
     "get_watch_dog": "vllm.inflight.releases.stand_ins:get_watch_dog",
     "envs": "vllm:envs",
+    # requests for tokens
+    "SamplingParams": "vllm.sampling_params:SamplingParams",
+    "StructuredOutputsParams": "vllm.sampling_params:StructuredOutputsParams",
+    "RequestOutputKind": "vllm.sampling_params:RequestOutputKind",
+    "VLLMError": "vllm.exceptions:VLLMError",
+    "VLLMClientError": "vllm.exceptions:VLLMClientError",
+    "merge_async_iterators": "vllm.utils.async_utils:merge_async_iterators",
+    "with_cancellation": "vllm.entrypoints.serve.utils.api_utils:with_cancellation",
     # front end
     "get_prometheus_registry": "vllm.v1.metrics.prometheus:get_prometheus_registry",
     "NoSignalServer": "vllm.entrypoints.launchers.launcher:NoSignalServer",

@@ -24,6 +24,7 @@ from tests.robustness.fuzz import mutation
 from tests.robustness.fuzz.parsers import MANIFEST, PARTS, REQUEST, bucket
 from tests.support.models.tiny import make_checkpoint
 from tests.support.serving import Server
+from vllm.inflight.api.server.rollout_routes import ROLLOUT_ROUTES
 from vllm.inflight.api.server.routes import ROUTES
 
 KEY = "fuzz"
@@ -63,6 +64,20 @@ def bodies(folder: str) -> dict[str, dict[str, Any]]:
         },
         "/update_weight_version": {"new_version": "v", "abort_all_requests": False},
         "/receive_weight_update": REQUEST,
+        "/generate": {
+            "input_ids": [3, 4, 5],
+            "rid": "r",
+            "sampling_params": {
+                **{"max_new_tokens": 2, "temperature": 0.5, "top_k": 3, "n": 2},
+                **{"stop": ["a"], "stop_token_ids": [7], "min_new_tokens": 1},
+                **{"sampling_seed": 1, "logit_bias": {"5": 1.0}, "regex": "a+"},
+            },
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "top_logprobs_num": 1,
+            "stream": False,
+        },
+        "/v1/loads": {"dp_rank": 0},
         "/abort_request": {"rid": "r", "abort_all": False},
         "/abort_requests": {"request_ids": ["r"]},
         "/get_weights_by_name": {"name": "model.norm.weight", "truncate_size": 2},
@@ -75,7 +90,8 @@ def bodies(folder: str) -> dict[str, dict[str, Any]]:
 
 def drawn(rng: random.Random, known: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """One request: method, path, body, headers."""
-    method, path = rng.choice([route for route in ROUTES if route[1] not in LEFT_OUT])
+    every = [*ROUTES, *ROLLOUT_ROUTES]
+    method, path = rng.choice([route for route in every if route[1] not in LEFT_OUT])
     body = mutation.value(rng, known.get(path, {"update_id": "u"}))
     content = json.dumps(body).encode()
     if rng.random() < 0.1:
@@ -91,6 +107,10 @@ def verdict(reply: httpx.Response) -> str | None:
     """What is wrong with an answer, if anything is."""
     if reply.is_redirect or "detail" in reply.text[:20]:
         return None  # a path that the router does not know
+    if reply.headers.get("content-type", "").startswith("text/event-stream"):
+        return None
+    if reply.status_code == 200 and not reply.content:
+        return None  # of /health_generate
     try:
         body = reply.json()
     except ValueError:

@@ -12,11 +12,13 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from tests.support.certificates import self_signed
 from tests.support.ports import free_port
 from tests.support.route_stub import Engine, caller
 from vllm.inflight.api.request import control_port
+from vllm.inflight.api.server.rollout_routes import ROLLOUT_ROUTES
 from vllm.inflight.api.server.routes import ROUTES, InflightEndpoints
 from vllm.inflight.errors import ConfigError
 
@@ -39,6 +41,7 @@ GENERATING = (
     *("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
     *("/inference/v1/generate", "/generative_scoring", "/invocations"),
 )
+"""Routes of upstream."""
 
 
 def attached(given: Namespace) -> tuple[FastAPI, InflightEndpoints]:
@@ -144,6 +147,23 @@ async def test_generating_routes_answer_at_the_main_port_only(path):
     assert caller(app).post(path).json() == upstreams()
     reply = await asked(given, Engine(), path, method="POST")
     assert reply.status_code == 404
+
+
+@pytest.mark.parametrize("route", ROLLOUT_ROUTES, ids=" ".join)
+async def test_rollout_routes_answer_at_the_main_port_only(route):
+    given = args(free_port(), api_key=["k"])
+    app, _ = attached(given)
+    status = 503 if route[1] == "/health_generate" else 401
+    engine = app.state.engine_client
+    engine.check_health = died
+    assert caller(app).request(*route).status_code == status
+    reply = await asked(given, Engine(), route[1], method=route[0])
+    assert reply.status_code == 404
+
+
+async def died() -> None:
+    """As the engine of a server does whose core has ended."""
+    raise EngineDeadError
 
 
 async def test_only_the_first_of_several_api_servers_opens_the_control_port():

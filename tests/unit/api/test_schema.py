@@ -23,10 +23,12 @@ from vllm.inflight.api.server.openapi import (
     TAGS,
     serve_docs_offline,
 )
+from vllm.inflight.api.server.rollout_routes import ROLLOUT_ROUTES
 from vllm.inflight.api.server.routes import ROUTES
 from vllm.inflight.errors import BY_CODE, WeightsMismatch
 
-POSTS = {path for method, path in ROUTES if method == "POST"}
+EVERY = [*ROUTES, *ROLLOUT_ROUTES]
+POSTS = {path for method, path in EVERY if method == "POST"}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,7 @@ def client() -> TestClient:
 
 
 def test_the_schema_describes_only_fields_of_existing_routes() -> None:
-    assert FIELDS.keys() <= {path for _, path in ROUTES}
+    assert FIELDS.keys() <= {path for _, path in EVERY}
     assert all(set(names) <= FIELDS[path].keys() for path, names in NEEDED.items())
 
 
@@ -43,13 +45,14 @@ def test_openapi_describes_the_body_and_the_errors_of_every_route(
     client: TestClient,
 ) -> None:
     told = client.get("/openapi.json").json()["paths"]
-    for method, path in ROUTES:
+    for method, path in EVERY:
         route = told[path][method.lower()]
         assert route["summary"]
         statuses = {int(status) for status in route["responses"]}
         assert statuses == {200, *ALWAYS, *STATUSES[path]}
         assert route["tags"] == [TAG_OF.get(path, SGLANG)]
-        assert route["security"] == [{"control key": []}]
+        key = "API key" if (method, path) in ROLLOUT_ROUTES else "control key"
+        assert route["security"] == [{key: []}]
         if method == "POST" and path not in IN_QUERY:
             body = route["requestBody"]["content"]["application/json"]["schema"]
             assert body["properties"] == FIELDS.get(path, {})
@@ -61,21 +64,23 @@ def test_openapi_describes_the_body_and_the_errors_of_every_route(
 
 def test_the_key_can_be_given_in_the_page(client: TestClient) -> None:
     document = client.get("/openapi.json").json()
-    (scheme,) = document["components"]["securitySchemes"].values()
-    assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
+    schemes = document["components"]["securitySchemes"]
+    assert schemes.keys() == {"control key", "API key"}
+    for scheme in schemes.values():
+        assert (scheme["type"], scheme["scheme"]) == ("http", "bearer")
     assert document["tags"] == TAGS
 
 
 def test_every_status_is_that_of_an_error() -> None:
     known = {kind.status for kind in BY_CODE.values()}
     assert all(known.issuperset(statuses) for statuses in STATUSES.values())
-    assert STATUSES.keys() == {path for _, path in ROUTES}
+    assert STATUSES.keys() == {path for _, path in EVERY}
     assert TAG_OF.keys() <= STATUSES.keys() and {*TAG_OF.values()} < {
         tag["name"] for tag in TAGS
     }
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES))
+@pytest.mark.parametrize("path", sorted(EXAMPLES.keys() - {"/generate"}))
 def test_the_example_of_a_route_is_accepted(client: TestClient, path: str) -> None:
     reply = client.post(path, json=EXAMPLES[path])
     assert reply.status_code == 200, reply.text
@@ -149,9 +154,9 @@ SAMPLES = {
     "zmq_handles": {"GPU-0": "ipc://a"},
 }
 UNCHECKED = {
-    *("/receive_weight_update", "/init_actor_update_group"),
+    *("/receive_weight_update", "/init_actor_update_group", "/generate"),
 }
-"""PipelineRL's, in which other fields are left alone."""
+"""PipelineRL's, in which other fields are left alone, and one that needs a prompt."""
 
 
 @pytest.mark.parametrize("path", sorted((FIELDS.keys() & POSTS) - UNCHECKED))

@@ -19,6 +19,7 @@ from tests.support.models.families import FAMILIES, UNPROVED
 from tests.support.models.seeing import SEEING
 from tests.support.preloaded_process import run
 from vllm.inflight import trainer
+from vllm.inflight.api.server.rollout_routes import ROLLOUT_ROUTES
 from vllm.inflight.api.server.routes import ROUTES
 from vllm.inflight.errors import BY_CODE, InflightError
 from vllm.inflight.patch import api as doors
@@ -168,7 +169,7 @@ def test_a_parameter_without_a_word_in_its_docstring_is_not_passed_over():
 
 def test_every_route_has_an_example():
     calls = " ".join(body for name, body in snippets("bash") if "http.md" in name)
-    for method, path in ROUTES:
+    for method, path in [*ROUTES, *ROLLOUT_ROUTES]:
         plain = path.partition("/{")[0]
         verb = "curl -X POST" if method == "POST" else "curl"
         assert re.search(rf"{verb} '?localhost:8000{plain}\b", calls), (method, path)

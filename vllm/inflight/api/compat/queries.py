@@ -24,6 +24,7 @@ from vllm.inflight.api.control.methods import (
 )
 from vllm.inflight.api.control.methods import weight_names as names_of
 from vllm.inflight.api.request.fields import Fields
+from vllm.inflight.api.rollout.reply import returns_routing
 from vllm.inflight.errors import (
     Malformed,
 )
@@ -223,19 +224,29 @@ async def weight_checker(engine: upstream.EngineClient, body: dict[str, Any]) ->
 
 
 async def server_info(engine: upstream.EngineClient, body: dict[str, Any]) -> Reply:
-    """The configuration, as upstream has it, without the environment."""
+    """The configuration as upstream has it, and SGLang's fields for its layout."""
     import pydantic
 
     fields = Fields(body)
     form = fields.one_of("config_format", (None, "text", "json")) or "text"
     fields.only()
     config = engine.vllm_config
+    parallel, model = config.parallel_config, config.model_config
+    reply = {
+        # Of SGLang's fields, those that say how an engine is laid out.
+        "model_path": model.model,
+        "tp_size": parallel.tensor_parallel_size,
+        "pp_size": parallel.pipeline_parallel_size,
+        "dp_size": parallel.data_parallel_size,
+        "enable_memory_saver": model.enable_sleep_mode,
+        "enable_return_routed_experts": returns_routing(config),
+    }
     if form == "text":
-        return {"vllm_config": str(config)}
+        return {"vllm_config": str(config)} | reply
     adapter = pydantic.TypeAdapter(type(config))
     content = adapter.dump_python(config, mode="json", fallback=str)
     _hide(content)
-    return {"vllm_config": content}
+    return {"vllm_config": content} | reply
 
 
 async def release_memory_occupation(
@@ -317,5 +328,6 @@ ROUTES: dict[tuple[str, str], Handler] = {
     ("POST", "/abort_requests"): abort_requests,
     ("POST", "/reset_prefix_cache"): reset_prefix_cache,
     ("GET", "/server_info"): server_info,
+    ("GET", "/get_server_info"): server_info,
 }
 """SGLang's routes, then upstream's."""

@@ -380,6 +380,17 @@ async def update_weight_version(
     return _ok({"new_version": label}, f"Weight version updated to {label}")
 
 
+async def post_process_weights(
+    engine: upstream.EngineClient, body: dict[str, Any]
+) -> Reply:
+    """Answer that nothing is to be done: an update processes its weights itself."""
+    fields = _fields(body)
+    fields.flag("restore_weights_before_load", False)
+    fields.flag("post_process_quantization", False)
+    fields.only()
+    return _ok({}, "nothing to do: every update processes its own weights")
+
+
 def pausing(pause: Handler) -> Handler:
     """`pause` with the request and the reply of SGLang."""
 
@@ -469,5 +480,6 @@ ROUTES: dict[tuple[str, str], Handler] = {
     ("POST", "/end_weight_update"): end_weight_update,
     ("POST", "/update_weights_from_ipc"): update_weights_from_ipc,
     ("POST", "/update_weight_version"): update_weight_version,
+    ("POST", "/post_process_weights"): post_process_weights,
 }
 """SGLang's routes for updates; its other routes are in queries.py."""

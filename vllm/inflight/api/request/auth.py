@@ -119,10 +119,29 @@ def authorize(request: Request) -> str:
     return str(request.client.host)
 
 
+def authorize_rollout(request: Request) -> None:
+    """Check the key of a request for tokens: that of `--api-key`, if there is one.
+
+    Upstream checks it on paths below `/v1` and a few others alone.
+
+    Raises:
+        Unauthorized: it needs a key and has none.
+        Forbidden: its key is another one.
+
+    """
+    if keys := _api_keys(request.app.state.args):
+        _check_key(request.headers.get("authorization"), keys)
+
+
 def control_keys(args: Arguments) -> list[str]:
     """The keys that open the control routes; none means direct callers only."""
     if (key := admin_key()) is not None:
         return [key]
+    return _api_keys(args)
+
+
+def _api_keys(args: Arguments) -> list[str]:
+    """The keys that open vLLM's own routes."""
     configured = getattr(args, "api_key", None) or [os.environ.get(API_KEY_ENV)]
     return [key for key in configured if key]
 
@@ -143,11 +162,11 @@ def check_api_keys(keys: Iterable[str | None] | None) -> None:
 def _check_key(header: str | None, keys: list[str]) -> bytes:
     scheme, _, token = (header or "").partition(" ")
     if scheme.lower() != "bearer" or not token.strip():
-        raise Unauthorized("control routes need 'Authorization: Bearer <key>'")
+        raise Unauthorized("this route needs 'Authorization: Bearer <key>'")
     sent = _hashed(token.encode("latin-1"))  # as ASGI servers decode headers
     # Every key is compared, so that the time taken tells nothing.
     if not any([secrets.compare_digest(sent, _hashed(os.fsencode(k))) for k in keys]):
-        raise Forbidden("this key does not open the control routes")
+        raise Forbidden("this key does not open this route")
     return sent
 
 

@@ -23,6 +23,7 @@ LABEL: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_LABEL_CHARS}
 NAME: Schema = {"type": "string", "minLength": 1, "maxLength": MAX_NAME_CHARS}
 MODE: Schema = {"type": "string", "enum": [*(mode.value for mode in PauseMode), "keep"]}
 
+ONE_OR_EACH = " A list has a value for each prompt."
 TEXTS = {
     "abort_all": "Whether to end all requests.",
     "abort_all_requests": "Whether to end running and waiting requests, so that they "
@@ -43,6 +44,9 @@ TEXTS = {
     "config_format": "Format of the configuration in the reply.",
     "deadline_s": "Seconds until the commit. A later update is aborted. Left out: "
     "`--inflight-update-deadline-s`.",
+    "cache_salt": "Requests share cached prefixes only with requests of the same salt.",
+    "data_parallel_rank": "The data-parallel engine that has to serve the request.",
+    "dp_rank": "The data-parallel engine to report. Left out: all.",
     "draft_path": "Checkpoint of the speculative drafter, on the engine's host.",
     "dtypes": "Dtypes of the tensors, in the order of `names`.",
     "expect_digest": "The commit is rejected unless the new version has this digest.",
@@ -53,6 +57,9 @@ TEXTS = {
     "flush_cache": "Whether to drop the caches at the commit. Without a mode it means "
     "`retract`.",
     "group_name": "Name of the group.",
+    "format": "Format of the reply.",
+    "include": "Accepted for SGLang's clients; every section is sent.",
+    "input_ids": "Token ids of the prompt, or a list of such lists.",
     "include_dp": "Whether to count the ranks of all data-parallel engines.",
     "init_info": "How to connect; the weight transfer backend defines the fields. "
     "`local` has none.",
@@ -61,6 +68,9 @@ TEXTS = {
     "lease_s": "Seconds after which the pause ends, unless the same call renews it. 0: "
     "never. Left out: `--inflight-pause-lease-s`.",
     "load_format": "Format of the tensors. Left out: one by one.",
+    "logprob_start_len": "First prompt token whose log-probability is reported. -1: "
+    "output tokens alone." + ONE_OR_EACH,
+    "lora_path": "Name of a loaded adapter." + ONE_OR_EACH,
     "manifest": "Which tensors will be sent; see docs/protocol.md.",
     "master_address": "Host of the trainer, which is rank 0.",
     "master_port": "Port of the trainer's rendezvous.",
@@ -75,11 +85,19 @@ TEXTS = {
     "parameters_info": "Name, shape and dtype of each tensor, in the order in which "
     "the trainer broadcasts them.",
     "path": "A safetensors file, or a directory of them, on the engine's host.",
+    "post_process_quantization": "Accepted for SGLang's clients; it has no effect.",
     "rank_offset": "Rank of this engine's first worker in the group.",
     "request_ids": "Ids of the requests to end. Left out: all requests.",
     "reset_external": "Whether to reset the external caches too.",
     "reset_running_requests": "Whether to preempt running requests first.",
+    "restore_weights_before_load": "Accepted for SGLang's clients; it has no effect.",
+    "return_logprob": "Whether the reply has log-probabilities." + ONE_OR_EACH,
+    "return_routed_experts": "Whether the reply has the experts of each token.",
+    "return_text_in_logprobs": "Whether log-probabilities have the token's text.",
     "rid": "Id of the request.",
+    "routed_dp_rank": "The same as `data_parallel_rank`.",
+    "routed_experts_start_len": "First token whose experts are reported.",
+    "sampling_params": "SGLang's sampling parameters." + ONE_OR_EACH,
     "selector": "Which models: target model and drafter, or the target alone.",
     "serialized_named_tensors": "Base64 of safetensors bytes: one string for all "
     "ranks, or one string for each rank. Of SGLang's pickles, if the server was "
@@ -88,12 +106,16 @@ TEXTS = {
     "skip_tensor_list": "Names of tensors to leave out.",
     "start": "Opens the update with this call: the body of `/start_weight_update`. If "
     "the call then fails, the update is aborted.",
+    "stream": "Whether to send server-sent events, each with the whole output so far.",
     "subset": "Patterns of the names in the checkpoint, if it does not have all "
     "tensors. The other tensors keep their live values.",
     "tags": "What to release or to resume. Left out: everything.",
+    "text": "The prompt, or a list of prompts.",
     "timeout_s": "Seconds to wait for the trainer.",
     "to_version": "The rollback is rejected unless the rollback target has this label.",
+    "token_ids_logprob": "Tokens whose log-probability is reported at each position.",
     "token_step": "Training step of the version, for SGLang's clients. 0: unknown.",
+    "top_logprobs_num": "How many of the likeliest tokens are reported." + ONE_OR_EACH,
     "torch_empty_cache": "Accepted for SGLang's clients; it has no effect.",
     "truncate_size": "Number of rows in the reply.",
     "update_id": "Id of the update. Left out: the update under way.",
@@ -167,6 +189,52 @@ RELEASING: dict[str, Schema] = MEMORY_TAGS | _explained(
     mode="What happens to requests: they end (`abort`), go back to the queue without "
     "their KV (`retract`), or stay with it (`in_place`, only with tag `weights` alone "
     "while they run). Left out: as in a pause `in_place` or `retract`, else `abort`.",
+)
+SAMPLING: dict[str, Schema] = {
+    **dict.fromkeys(("temperature", "top_p", "min_p"), NUMBER | {"minimum": 0}),
+    "top_k": {"type": "integer", "minimum": -1},
+    "max_new_tokens": COUNT | {"default": 128},
+    "min_new_tokens": COUNT,
+    "stop": {"type": ["string", "array"], "items": TEXT},
+    "stop_token_ids": {"type": "array", "items": COUNT},
+    "ignore_eos": OFF,
+    "skip_special_tokens": FLAG | {"default": True},
+    "spaces_between_special_tokens": FLAG | {"default": True},
+    "no_stop_trim": OFF
+    | {"description": "Whether the text has the stop string or token."},
+    "frequency_penalty": NUMBER,
+    "presence_penalty": NUMBER,
+    "repetition_penalty": NUMBER,
+    "n": {"type": "integer", "minimum": 1},
+    "regex": TEXT,
+    "json_schema": {"type": ["string", "object"]},
+    "ebnf": TEXT,
+    "structural_tag": TEXT,
+    "logit_bias": OBJECT,
+    "sampling_seed": {"type": "integer"},
+}
+"""The fields of SGLang's `sampling_params`."""
+
+GENERATING: dict[str, Schema] = _explained(
+    {
+        "text": {"type": ["string", "array"], "items": TEXT},
+        "input_ids": {"type": "array"},
+        "sampling_params": {"type": "object", "properties": SAMPLING},
+        "rid": {"type": ["string", "array"], "items": TEXT},
+        "stream": OFF,
+        "return_logprob": OFF,
+        "logprob_start_len": {"type": "integer", "minimum": -1, "default": -1},
+        "top_logprobs_num": COUNT | {"default": 0},
+        "token_ids_logprob": {"type": "array", "items": COUNT},
+        "return_text_in_logprobs": OFF,
+        "return_routed_experts": OFF,
+        "routed_experts_start_len": COUNT,
+        "lora_path": TEXT,
+        "cache_salt": TEXT,
+        "data_parallel_rank": COUNT,
+        "routed_dp_rank": COUNT,
+    },
+    rid="Id of the request, or of each prompt. Left out: the server chooses one.",
 )
 
 FIELDS: dict[str, dict[str, Schema]] = {
@@ -271,6 +339,9 @@ FIELDS: dict[str, dict[str, Schema]] = {
     "/server_info": _explained(
         {"config_format": {"enum": ["text", "json"], "default": "text"}}
     ),
+    "/get_server_info": _explained(
+        {"config_format": {"enum": ["text", "json"], "default": "text"}}
+    ),
     "/abort_request": _explained({"rid": TEXT, "abort_all": OFF}),
     "/abort_requests": _explained({"request_ids": NAMES}),
     "/get_weights_by_name": _explained(
@@ -290,6 +361,13 @@ FIELDS: dict[str, dict[str, Schema]] = {
         {"action": TEXT, "baseline": OBJECT},
         action="`checksum`: the digest of every parameter. `compare`: compare the "
         "digests with `baseline`.",
+    ),
+    "/post_process_weights": _explained(
+        {"restore_weights_before_load": FLAG, "post_process_quantization": FLAG}
+    ),
+    "/generate": GENERATING,
+    "/v1/loads": _explained(
+        {"dp_rank": COUNT, "include": TEXT, "format": {"enum": ["json"]}}
     ),
     "/release_memory_occupation": RELEASING,
     "/resume_memory_occupation": MEMORY_TAGS,
@@ -318,5 +396,6 @@ NEEDED: dict[str, tuple[str, ...]] = {
 ONE_OF: dict[str, tuple[str, ...]] = {
     "/update_weights_from_disk": ("path", "model_path", "draft_path"),
     "/abort_request": ("rid", "abort_all"),
+    "/generate": ("text", "input_ids"),
 }
 """Path → the fields, one of which a request must have."""

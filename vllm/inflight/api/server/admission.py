@@ -38,6 +38,7 @@ GENERATING = frozenset(
         "/v1/audio/transcriptions",
         "/v1/audio/translations",
         "/invocations",
+        "/generate",
         # Routes of pooling models.
         "/pooling",
         "/classify",
@@ -50,7 +51,7 @@ GENERATING = frozenset(
         "/v2/embed",
     }
 )
-"""Paths of POST that make an engine compute; a test compares them with upstream."""
+"""Paths of POST that make an engine compute; tests compare them with the server's."""
 
 _is_admitted: ContextVar[bool] = ContextVar("inflight_is_admitted", default=False)
 

@@ -6,6 +6,7 @@ what others use of them, so that no module imports another in a circle.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,3 +36,4 @@ class ClientState(AttachedOnDemand):
 
     heartbeat: HealthCheck | None = None
     scrapes: MetricsText | None = None
+    probe: asyncio.Task[None] | None = None

@@ -34,18 +34,26 @@ KEY = HTTPBearer(
     auto_error=False,
 )
 
+API_KEY = HTTPBearer(
+    scheme_name="API key",
+    description="The key of `--api-key`. A server without one answers every caller.",
+    auto_error=False,
+)
+
 CORE, PAUSE = "in-flight: weights", "in-flight: pause"
 SGLANG, VLLM, PIPELINERL = (
     "in-flight: SGLang's calls",
     "in-flight: vLLM's calls",
     "in-flight: PipelineRL's calls",
 )
+ROLLOUT = "in-flight: SGLang's rollouts"
 TAGS: list[dict[str, str]] = [
     {"name": CORE, "description": "Update the weights, roll back, read the version."},
     {"name": PAUSE, "description": "Stop decoding between two steps, and go on."},
     {"name": SGLANG, "description": "For clients that were written for SGLang."},
     {"name": VLLM, "description": "Paths of vLLM's development mode, with a key."},
     {"name": PIPELINERL, "description": "For PipelineRL's trainer."},
+    {"name": ROLLOUT, "description": "Tokens, for clients written for SGLang."},
 ]
 
 PATHS: dict[str, tuple[str, ...]] = {
@@ -81,6 +89,7 @@ PATHS: dict[str, tuple[str, ...]] = {
         "/server_info",
     ),
     PIPELINERL: ("/receive_weight_update", "/init_actor_update_group"),
+    ROLLOUT: ("/generate", "/health_generate", "/v1/loads", "/get_load"),
 }
 TAG_OF = {path: tag for tag, paths in PATHS.items() for path in paths}
 
@@ -122,6 +131,11 @@ STATUSES: dict[str, tuple[int, ...]] = {
     "/update_weight_version": (409, 500),
     "/receive_weight_update": _WHOLE_UPDATE,
     "/init_actor_update_group": _TRANSPORT,
+    "/post_process_weights": (),
+    "/generate": (500, 503),
+    "/health_generate": (503,),
+    "/v1/loads": (500,),
+    "/get_load": (500,),
     "/flush_cache": (409, 500),
     "/abort_request": (500,),
     "/weight_version": (500,),
@@ -136,6 +150,7 @@ STATUSES: dict[str, tuple[int, ...]] = {
     "/abort_requests": (500,),
     "/reset_prefix_cache": (500,),
     "/server_info": (),
+    "/get_server_info": (),
 }
 """Path → the statuses of its errors, beside `ALWAYS`."""
 
@@ -171,6 +186,11 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "shapes": [[260, 128]],
     },
     "/update_weight_version": {"new_version": "step-100"},
+    "/generate": {
+        "input_ids": [1, 2, 3],
+        "sampling_params": {"max_new_tokens": 16, "temperature": 0.8},
+        "return_logprob": True,
+    },
     "/abort_request": {"rid": "request-1"},
     "/abort_requests": {"request_ids": ["request-1"]},
     "/get_weights_by_name": {"name": "lm_head.weight", "truncate_size": 2},
@@ -348,17 +368,22 @@ def described(method: str, path: str) -> dict[str, Any]:
     responses[200] = _json("Done.", reply if path not in _LISTS else {})
     return {
         "tags": [TAG_OF.get(path, SGLANG)],
-        "dependencies": [Security(KEY)],
+        "dependencies": [Security(_key(path))],
         "responses": responses,
         "openapi_extra": _request(method, path),
     }
 
 
+def _key(path: str) -> HTTPBearer:
+    """The key that opens a route."""
+    return API_KEY if TAG_OF.get(path) == ROLLOUT else KEY
+
+
 IN_QUERY = ("/pause",)
 """Paths of POST whose fields upstream's clients send in the query."""
 
-_LISTS = ("/get_weights_by_name",)
-"""Paths whose reply is a list."""
+_LISTS = ("/get_weights_by_name", "/get_load", "/generate")
+"""Paths whose reply is a list, or can be one."""
 
 
 def _json(description: str, schema: Schema) -> dict[str, Any]:

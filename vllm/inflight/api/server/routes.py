@@ -10,7 +10,7 @@ routes need a key or a caller on this host (auth.py). Every error is `{"error": 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -33,11 +33,13 @@ from vllm.inflight.api.control.restore import restore, restore_at_start, tried
 from vllm.inflight.api.request import auth, control_port, rate_limit
 from vllm.inflight.api.request.body import SMALL_BYTES, parse, parsed, read
 from vllm.inflight.api.request.fields import Fields
+from vllm.inflight.api.request.refusal import refusal
 from vllm.inflight.api.request.schema import FINISHING, OPENING, ROLLING_BACK
 from vllm.inflight.api.server.admission import Admission
 from vllm.inflight.api.server.health import health
 from vllm.inflight.api.server.metrics import metrics
 from vllm.inflight.api.server.openapi import TAGS, described, serve_docs_offline
+from vllm.inflight.api.server.rollout_routes import ROLLOUT_ROUTES, add_rollout_routes
 from vllm.inflight.api.server.start_log import log_start
 from vllm.inflight.calls import StartUpdate
 from vllm.inflight.errors import InflightError, UpstreamChanged
@@ -230,12 +232,13 @@ class InflightEndpoints:
                 or framework_routes.is_foreign(route)
             ]
         else:
-            # Otherwise upstream would remove the routes of other plugins.
-            taken = {
-                key for key in ROUTES if framework_routes.owner(app, *key) is not None
-            }
-            add_routes(router, rate_limit.RateLimit(self._config.begin_rate), taken)
+            add_routes(
+                router,
+                rate_limit.RateLimit(self._config.begin_rate),
+                _taken(app, ROUTES),
+            )
             app.openapi_tags = [*(app.openapi_tags or ()), *TAGS]
+        add_rollout_routes(router, _taken(app, ROLLOUT_ROUTES))
         router.add_api_route("/metrics", metrics, methods=["GET"])
         router.add_api_route(
             "/health", health, methods=["GET"], response_class=Response
@@ -259,6 +262,14 @@ class InflightEndpoints:
             app = control_app(engine_client, args)
             listener = control_port.bind(self._config.host, self._config.port)
             self._serving = control_port.serve(app, listener, args)
+
+
+def _taken(app: FastAPI, keys: Iterable[tuple[str, str]]) -> set[tuple[str, str]]:
+    """Those of our routes that a framework has added already.
+
+    With our route beside it, upstream would remove the framework's.
+    """
+    return {key for key in keys if framework_routes.owner(app, *key) is not None}
 
 
 def add_routes(
@@ -338,10 +349,6 @@ def _endpoint(
             answer = await handler(engine, body)
             return answer if isinstance(answer, Response) else JSONResponse(answer)
         except InflightError as error:
-            refusal = {"success": False, "message": error.message}
-            after = error.retry_after_s
-            headers = None if after is None else {"Retry-After": str(after)}
-            body = refusal | {"error": error.to_dict()}
-            return JSONResponse(body, error.status, headers)
+            return refusal(error)
 
     return endpoint

@@ -22,7 +22,7 @@ MAX_ROWS = 1 << 16
 
 def flush(controller: EngineContext) -> dict[str, Any]:
     """Drop every cache, and report its size; rejected while requests hold KV."""
-    counts = requests(controller)
+    counts = _counts(controller)
     if counts["num_running"]:
         state = "are frozen" if counts["paused"] else "are running"
         raise PauseConflict(
@@ -33,6 +33,15 @@ def flush(controller: EngineContext) -> dict[str, Any]:
 
 
 def requests(controller: EngineContext) -> dict[str, Any]:
+    """How many requests run and wait, and how many tokens the KV cache holds."""
+    scheduler = controller.core.scheduler
+    cache = controller.core.vllm_config.cache_config
+    most = (cache.num_gpu_blocks or 0) * cache.block_size
+    used = round(scheduler.kv_cache_manager.usage * most)
+    return _counts(controller) | {"kv_tokens": used, "max_kv_tokens": most}
+
+
+def _counts(controller: EngineContext) -> dict[str, Any]:
     """How many requests run and wait, and whether decoding is paused."""
     running, waiting = controller.core.scheduler.get_request_counts()
     return {

@@ -1,0 +1,140 @@
+"""The recipes of docs/rl.md that put version spans to use in a framework."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.engines.script import run_script
+from tests.support.frameworks.recipes import LENGTH, PRIME_RL, PROMPT, TRL, VERL, names
+from tests.support.frameworks.recipes import stand_in as module
+from tests.support.serving import Server
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.engine
+
+SPANS = [
+    {"version": "default", "epoch": 0, "start": 0, "end": 1},
+    {"version": "step-4", "epoch": 4, "start": 1, "end": 3},
+    {"version": "step_5", "epoch": 5, "start": 3, "end": 4},
+]
+
+
+@pytest.fixture(scope="module")
+def folders(checkpoint: Callable[..., Path]) -> list[Path]:
+    return [checkpoint(seed) for seed in range(2)]
+
+
+@pytest.fixture(scope="module")
+def server(folders: list[Path]) -> Iterator[Server]:
+    with Server(folders[0]) as running:
+        yield running
+
+
+def publish_during(server: Server, folder: Path, label: str) -> threading.Thread:
+    """Publish a version as soon as a request decodes."""
+
+    def publish() -> None:
+        def used() -> int:
+            (found,) = server.client.get("/v1/loads").json()["loads"]
+            return int(found["num_used_tokens"])
+
+        until(lambda: used() > 64)
+        body = {"path": str(folder), "weight_version": label}
+        assert server.post("/update_weights_from_disk", body)["success"]
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    return thread
+
+
+def test_ages_count_versions_and_ratios_drop_what_is_too_old() -> None:
+    made = names()
+    assert made["ages"](SPANS, 4, 5) == [5, 1, 1, 0]
+    assert made["ages"](None, 2, 5) == [5, 5]  # no version is known
+    found = made["ratios"]([-1.0] * 4, [-1.0, -1.5, -3.0, -1.1], SPANS, 5)
+    expected = [0.0, math.exp(0.5), 2.0, math.exp(0.1)]
+    assert found == pytest.approx(expected)
+
+
+def test_trls_rollout_function_masks_what_is_too_old(
+    server: Server, folders: list[Path]
+) -> None:
+    arguments = SimpleNamespace(
+        vllm_server_base_url=server.url, max_completion_length=LENGTH
+    )
+    trainer = SimpleNamespace(args=arguments, num_generations=2)
+    thread = publish_during(server, folders[1], "update-1")
+    prompts = ["hello", "you"]
+    result = names(TRL)["rollout_func"](prompts, trainer, oldest=0)
+    thread.join()
+    assert result.keys() == {"prompt_ids", "completion_ids", "logprobs", "env_mask"}
+    tokens = result["completion_ids"]
+    assert [len(each) for each in result["prompt_ids"]] == [5, 5, 3, 3]
+    for name in ("logprobs", "env_mask"):
+        assert [len(each) for each in result[name]] == [len(each) for each in tokens]
+    for mask in result["env_mask"]:
+        # Masked up to the commit, unless the completion had ended before it.
+        assert mask == sorted(mask) and set(mask) <= {0, 1}
+    assert any(set(mask) == {0, 1} for mask in result["env_mask"])
+
+
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+def test_a_sample_of_prime_rl_leaves_out_what_is_too_old(
+    server: Server, folders: list[Path], route: str
+) -> None:
+    publish = {"path": str(folders[0]), "weight_version": "step_6"}
+    assert server.post("/update_weights_from_disk", publish)["success"]
+    body = {"model": "tiny", "max_tokens": LENGTH, "ignore_eos": True}
+    body |= {"return_token_ids": True}
+    body |= (
+        {"prompt": PROMPT}
+        if route == "completions"
+        else {"messages": [{"role": "user", "content": "hello"}]}
+    )
+    thread = publish_during(server, folders[1], "step_7")
+    (choice,) = server.post(f"/v1/{route}", body)["choices"]
+    thread.join()
+    sample = SimpleNamespace(
+        completion_ids=choice["token_ids"],
+        completion_mask=[False, False] + [True] * (LENGTH - 2),
+    )
+    border = choice["weight_versions"][0]["end"]
+    mask_old = names(PRIME_RL)["mask_old"]
+    kept = mask_old(sample, choice, step=7, oldest=1).completion_mask
+    assert kept == [False, False] + [True] * (LENGTH - 2)
+    kept = mask_old(sample, choice, step=7, oldest=0).completion_mask
+    assert kept == [False] * border + [True] * (LENGTH - border)
+
+
+def test_verls_batch_gets_weights_and_a_mask() -> None:
+    module("verl.workers.rollout.vllm_rollout.vllm_async_server", vLLMHttpServer=object)
+    batch = {
+        "response_mask": torch.tensor([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]]),
+        "old_log_probs": torch.full((2, 5), -1.0),
+        "rollout_log_probs": torch.full((2, 5), -1.5),
+    }
+    young = [{"version": "step-5", "epoch": 5, "start": 0, "end": 2}]
+    names(VERL)["correct"](batch, [SPANS, young], newest=5)
+    ratio = math.exp(0.5)
+    weights = [[0, ratio, ratio, ratio, 0], [ratio, ratio, 0, 0, 0]]
+    assert torch.allclose(batch["rollout_is_weights"], torch.tensor(weights))
+    assert batch["response_mask"].tolist() == [[0, 1, 1, 1, 0], [1, 1, 0, 0, 0]]
+
+
+def test_engines_in_the_frameworks_process_keep_the_spans(folders: list[Path]) -> None:
+    told: dict[str, Any] = run_script(
+        "recipes", *folders, room="tests.support.frameworks"
+    )
+    ((start, end),) = told["openrlhf"]["ranges"]
+    assert len(PROMPT) < start < end == told["openrlhf"]["tokens"]
+    first, last = told["verl"]["weight_versions"]
+    assert (first["version"], last["version"]) == ("old", "new")
+    assert first["end"] == last["start"] and last["end"] == LENGTH

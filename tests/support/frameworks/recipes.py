@@ -1,0 +1,164 @@
+"""The recipes of docs/rl.md for frameworks whose engine is in their own process.
+
+Usage: python -m tests.support.frameworks.recipes OLD NEW
+
+The classes of OpenRLHF and verl are extended as the page does it. OpenRLHF's is its
+own if its package is in build/frameworks (`make test-frameworks`). The others are
+stand-ins: they call vLLM's engine as the frameworks' classes do. A version is committed
+while the completions run. Prints what the recipes have made of them as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from tests.support.engines.script import OPTIONS, ROOT, tell
+from tests.support.frameworks.packages import PACKAGES, bare
+
+PROMPT = list(range(30, 60))
+LENGTH = 600
+SHARED, TRL, OPENRLHF, VERL, PRIME_RL = range(5)
+"""The blocks of the page, in its order."""
+
+
+def blocks() -> list[str]:
+    """The Python of the page's section on frameworks."""
+    page = (ROOT / "docs" / "rl.md").read_text()
+    section = page.split("### Spans in a framework\n")[1].split("\n### ")[0]
+    return re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+
+
+def names(*numbers: int) -> dict[str, Any]:
+    """What these blocks define, with the functions that all of them share."""
+    made: dict[str, Any] = {"__name__": "recipe"}
+    for number in (SHARED, *numbers):
+        exec(blocks()[number], made)
+    return made
+
+
+class AsOpenRLHF:
+    """Calls the engine and replies as OpenRLHF's executor of single turns does."""
+
+    async def execute(
+        self,
+        prompt: Any,
+        label: Any,
+        sampling_params: Any,
+        max_length: int,
+        hf_tokenizer: Any,
+        llm_engine: Any,
+        images: Any = None,
+    ) -> dict[str, Any]:
+        ids = list(hf_tokenizer(text=prompt)["input_ids"][0].tolist())
+        result = await llm_engine.generate(ids, sampling_params, multi_modal_data=None)
+        whole = ids + list(result.outputs[0].token_ids)
+        return {"observation_tokens": whole, "action_ranges": [(len(ids), len(whole))]}
+
+
+class AsVerl:
+    """Calls the engine and replies as verl's server does."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    async def generate(self, prompt: Any, params: Any, request_id: str) -> Any:
+        last = None
+        async for output in self.engine.generate(
+            prompt=prompt, sampling_params=params, request_id=request_id
+        ):
+            last = output
+        assert last is not None
+        return SimpleNamespace(
+            token_ids=last.outputs[0].token_ids, extra_fields={"global_steps": 1}
+        )
+
+
+def stand_in(name: str, **content: Any) -> None:
+    """A module with these names; its packages are empty."""
+    parts = name.split(".")
+    for depth in range(1, len(parts) + 1):
+        sys.modules.setdefault(".".join(parts[:depth]), ModuleType(parts[depth - 1]))
+    vars(sys.modules[name]).update(content)
+
+
+async def through_an_update(engine: Any, new: Path, work: Any) -> Any:
+    """The reply of `work`, while which a version is committed."""
+    task = asyncio.create_task(work)
+    while not engine.output_processor.has_unfinished_requests():
+        await asyncio.sleep(0.01)
+    await engine.update_weights_from_disk(str(new), "new")
+    return await task
+
+
+async def seen(old: Path, new: Path) -> dict[str, Any]:
+    import torch
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(str(old), **OPTIONS))
+    params = SamplingParams(max_tokens=LENGTH, ignore_eos=True, logprobs=0)
+
+    class Actor:
+        """OpenRLHF's actor, as far as an executor calls it."""
+
+        async def generate(self, ids: Any, params: Any, **_: Any) -> Any:
+            last, prompt = None, {"prompt_token_ids": ids}
+            async for output in engine.generate(prompt, params, f"o{len(ids)}"):
+                last = output
+            return last
+
+    def tokenizer(**_: Any) -> Any:
+        return {"input_ids": torch.tensor([PROMPT])}
+
+    executor = names(OPENRLHF)["AgentExecutor"]()
+    executor.oldest = 0  # the tokens of the old version are too old
+
+    def executed() -> Any:
+        return executor.execute(
+            prompt="",
+            label=None,
+            sampling_params=params,
+            max_length=1024,
+            hf_tokenizer=tokenizer,
+            llm_engine=Actor(),
+            images=None,
+        )
+
+    try:
+        reply = await through_an_update(engine, new, executed())
+        await engine.update_weights_from_disk(str(old), "old")
+        server = names(VERL)["SpannedServer"](engine)
+        work = server.generate({"prompt_token_ids": PROMPT}, params, "v")
+        output = await through_an_update(engine, new, work)
+        return {
+            "openrlhf": {
+                "ranges": reply["action_ranges"],
+                "tokens": len(reply["observation_tokens"]),
+                "is its own": type(executor).__mro__[1].__module__ != __name__,
+            },
+            "verl": output.extra_fields,
+        }
+    finally:
+        engine.shutdown()
+
+
+def main(old: Path, new: Path) -> None:
+    if (PACKAGES / "openrlhf").is_dir():
+        sys.meta_path.insert(0, bare("openrlhf"))
+        sys.path.append(str(PACKAGES / "openrlhf"))
+    else:
+        stand_in("openrlhf.utils.agent", SingleTurnAgentExecutor=AsOpenRLHF)
+    stand_in(
+        "verl.workers.rollout.vllm_rollout.vllm_async_server", vLLMHttpServer=AsVerl
+    )
+    tell(asyncio.run(seen(old, new)))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,1 @@
+"""SGLang's rollout routes: a request for tokens, its reply, and the engine's load."""
