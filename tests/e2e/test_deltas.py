@@ -10,14 +10,10 @@ from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
 
-from tests.support.deltas import stepped
+from tests.support.deltas import delta_between, stepped
 from tests.support.engines.script import run_script
-from vllm.inflight import ops
-from vllm.inflight.delta import Encoder, Part
-from vllm.inflight.delta.parts import named
 from vllm.inflight.errors import BaseMismatch, InflightError, Malformed, WeightsMismatch
 from vllm.inflight.trainer import Publisher
-from vllm.inflight.update import Manifest, TensorSpec
 from vllm.inflight.worker.delta.whole_tensors import DeltaTensors
 
 pytestmark = pytest.mark.engine
@@ -177,22 +173,17 @@ class Sent:
         self.llm, self.folder = llm, folder
         self.new = {name: tensor.clone() for name, tensor in weights.items()}
         step(self.new, 9, share=0.3)
-        encoder = Encoder(max_part_bytes=64 << 10, values="raw")
-        self.parts: list[Part] = []
-        specs: dict[str, TensorSpec] = {}
-        for name, tensor in self.new.items():
-            self.parts += encoder.add(len(specs), weights[name], tensor)
-            if encoder.has_changed:
-                digest = ops.digest([tensor])[0].hex()
-                shape = tuple(tensor.shape)
-                specs[name] = TensorSpec(name, shape, "bfloat16", digest)
-        self.parts += encoder.finish()
-        assert len(self.parts) > 2
         base = llm.weight_info()["digest"]
-        self.manifest = Manifest(specs, base=base).to_dict()
+        options = {"max_part_bytes": 64 << 10, "values": "raw"}
+        self.manifest, self._pairs = delta_between(weights, self.new, base, **options)
+        assert self.num_parts > 2
+
+    @property
+    def num_parts(self) -> int:
+        return len(self._pairs) // 2
 
     def pairs(self) -> dict[str, torch.Tensor]:
-        return dict(named(self.parts))
+        return {name: tensor.clone() for name, tensor in self._pairs.items()}
 
     def send(self, *chunks: dict[str, torch.Tensor]) -> None:
         file = self.folder / "delta.safetensors"
@@ -239,7 +230,7 @@ def test_a_lost_part_changes_nothing(sent):
 
 def test_a_lost_end_changes_nothing(sent):
     pairs = sent.pairs()
-    last = len(sent.parts) - 1
+    last = sent.num_parts - 1
     del pairs[f"delta.{last}.table"], pairs[f"delta.{last}.data"]
     with pytest.raises(WeightsMismatch):
         sent.send(pairs)

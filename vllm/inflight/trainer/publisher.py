@@ -55,7 +55,7 @@ from vllm.inflight.trainer.snapshot import Snapshot, sweep
 from vllm.inflight.trainer.sources import stream as sources
 from vllm.inflight.update import Manifest, PauseMode, check_label, check_subset, renamer
 
-WIRES = ("shm", "disk")
+WIRES = ("shm", "disk", "http")
 SHORT_S = 1.0
 """A server that does not answer in less than this may be well, and busy."""
 
@@ -101,7 +101,8 @@ class Publisher:
             api_key: of the control routes; by default `VLLM_INFLIGHT_ADMIN_KEY`,
                 then `VLLM_API_KEY` of the environment.
             wire: `shm` hands tensors over in shared memory, on one host; `disk`
-                in a file of `directory`, which the engines see at the same path.
+                in a file of `directory`, which the engines see at the same path;
+                `http` in the bodies of requests, to servers on any host.
             directory: of wire `disk`, and of that only.
             digests: whether the engines shall check the content of every tensor.
             delta: whether to send only the elements that have changed since the last
@@ -137,6 +138,7 @@ class Publisher:
         sources.check_source(source)
         self._source = source
         self._directory = None if directory is None else Path(directory)
+        self._in_bodies = wire == "http"
         self._digests = digests
         self._delta = delta if digests else "off"
         self._num_unsupported = 0
@@ -148,6 +150,10 @@ class Publisher:
         self._deadline_s = deadline_s
         self._progress = progress
         self._engines = connect(engines, api_key=api_key, loop=loop)
+        if self._in_bodies and any(
+            isinstance(e, InProcessEngine) for e in self._engines
+        ):
+            raise ConfigError("wire='http' is for servers, given by their URLs")
         self._naming: NameMatching | None = None
         if isinstance(name_map, str):
             if name_map != AUTO:
@@ -663,6 +669,7 @@ class Publisher:
                     version=job.version,
                     base_version=job.base_version,
                     deadline_s=self._deadline_s,
+                    in_bodies=self._in_bodies,
                 )
                 return delivery
             except EngineUnreachable as error:

@@ -1,8 +1,8 @@
-"""An update from files, in one call. The host of every engine has to have the files."""
+"""An update in one call; from files, which the host of every engine has to have."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import Any
 
@@ -53,18 +53,42 @@ async def from_disk(
         weight_version=weight_version,
         **options,
     )
+    return await in_one_call(
+        control,
+        start,
+        given,
+        mode=mode,
+        flush_cache=flush_cache,
+        expect_digest=expect_digest,
+        keep_pause=keep_pause,
+    )
+
+
+async def in_one_call(
+    control: Control,
+    start: StartUpdate,
+    chunks: Sequence[object],
+    *,
+    keep_pause: bool = False,
+    **commit: Any,
+) -> Reply:
+    """Start, receive, prepare and commit an update, or abort it.
+
+    Args:
+        control: of the engines.
+        start: opens the update. The same start again is the same update.
+        chunks: `update_info` of each chunk.
+        keep_pause: whether to pause in place when all chunks are received.
+        commit: options of the commit.
+
+    """
     async with control.in_one_call(start) as started:
         update_id = started["update_id"]
         if started["phase"] == "staging":
-            for chunk, info in enumerate(given):
+            for chunk, info in enumerate(chunks):
                 await control.update(info, update_id, chunk=chunk)
         async with _paused(control) if keep_pause else nullcontext():
-            return await control.finish(
-                mode=mode,
-                flush_cache=flush_cache,
-                expect_digest=expect_digest,
-                update_id=update_id,
-            )
+            return await control.finish(update_id=update_id, **commit)
 
 
 @asynccontextmanager
