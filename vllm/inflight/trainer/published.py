@@ -37,7 +37,7 @@ class PublishedVersion:
     ) -> None:
         self.specs = dict(specs)
         """Name → shape, dtype and digest."""
-        self.digest = _version_digest(self.specs)
+        self.digest = version_digest(self.specs)
         """Of the version."""
         self._tensors = tensors
 
@@ -68,7 +68,7 @@ class PublishedVersion:
         for name, some in changes:
             apply(some, self._tensors[name].view(-1))
         self.specs |= specs
-        self.digest = _version_digest(self.specs)
+        self.digest = version_digest(self.specs)
 
 
 def digests_of(pairs: Sequence[tuple[str, torch.Tensor]]) -> list[ops.Digest]:
@@ -87,7 +87,8 @@ def digests_of(pairs: Sequence[tuple[str, torch.Tensor]]) -> list[ops.Digest]:
     return [found[name] for name, _ in pairs]
 
 
-def _version_digest(specs: Mapping[str, TensorSpec]) -> str:
+def version_digest(specs: Mapping[str, TensorSpec]) -> str:
+    """The digest of a version with these tensors, each of which has its digest."""
     return ops.manifest_digest(
         (spec.name, spec.dtype, spec.shape, _digest(spec)) for spec in specs.values()
     )
