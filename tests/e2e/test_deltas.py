@@ -12,8 +12,15 @@ from vllm.config.weight_transfer import WeightTransferConfig
 
 from tests.support.deltas import delta_between, stepped
 from tests.support.engines.script import run_script
-from vllm.inflight.errors import BaseMismatch, InflightError, Malformed, WeightsMismatch
+from vllm.inflight.errors import (
+    BaseMismatch,
+    ConfigError,
+    InflightError,
+    Malformed,
+    WeightsMismatch,
+)
 from vllm.inflight.trainer import Publisher
+from vllm.inflight.trainer.published import PublishedVersion
 from vllm.inflight.worker.delta.whole_tensors import DeltaTensors
 
 pytestmark = pytest.mark.engine
@@ -107,6 +114,34 @@ def test_a_delta_that_does_not_fit_what_is_served_is_followed_by_the_whole(
     weights = load_file(Path(llm.model_config.model) / "model.safetensors")
     step(weights, 1)
     assert found == expected(llm, weights, tmp_path)
+
+
+def test_a_scrub_finds_a_kept_version_that_has_changed(llm, weights, caplog):
+    name = "model.norm.weight"
+
+    def advance(self: PublishedVersion, *how: Any) -> None:
+        real(self, *how)
+        self.tensor(name).view(torch.int16)[3] += 1  # as a bad bit of memory
+
+    real = PublishedVersion.advance
+    with Publisher(llm, weights, delta_scrub_every=3) as to:
+        to.publish()
+        for seed, is_sound in enumerate((True, True, True, True, True, False)):
+            step(weights, seed)
+            with pytest.MonkeyPatch.context() as patch:
+                if not is_sound:
+                    patch.setattr(PublishedVersion, "advance", advance)
+                assert to.publish().is_delta
+            assert ("sent whole" in caplog.text) != is_sound
+        assert name in caplog.text
+        # Without the scrub, the change of this element would be taken for none.
+        weights[name].view(torch.int16)[3] += 1
+        outcome = to.publish("whole")
+        assert not outcome.is_delta
+        step(weights, 9)
+        assert to.publish().is_delta
+    with pytest.raises(ConfigError, match="delta_scrub_every"):
+        Publisher(llm, weights, delta_scrub_every=-1)
 
 
 def test_a_fault_of_an_engine_is_followed_by_the_whole(llm, weights, monkeypatch):

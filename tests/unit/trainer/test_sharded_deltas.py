@@ -14,7 +14,7 @@ import torch
 from tests.support.deltas import random_bits
 from vllm.inflight import ops
 from vllm.inflight.errors import ConfigError
-from vllm.inflight.trainer.shard_search import ShardedVersion, ShardReport
+from vllm.inflight.trainer.shard_search import ShardedVersion, ShardReport, ShardSearch
 from vllm.inflight.trainer.sources.shards import Box, OwnShard, own_shard
 from vllm.inflight.transport.trainer_ranks import TrainerRanks
 from vllm.inflight.update import TensorSpec
@@ -142,6 +142,26 @@ def test_of_equal_shards_the_rank_with_the_least_answers() -> None:
     reports[1] = ShardReport(boxes, digests | {"a": ops.Digest(1, 3)})
     with pytest.raises(ConfigError, match=r"ranks \[0, 1\] .* different values .* 'a'"):
         ShardedVersion.after(None, reports, facts)
+
+
+def test_a_scrub_finds_a_kept_shard_that_has_changed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    search = ShardSearch(torch.device("cpu"), scrub_every=2)
+    box = Box((6, 4), (2, 0), (3, 4))
+    tensors = {name: random_bits(torch.bfloat16, 12).view(3, 4) for name in "ab"}
+    shards = [OwnShard(name, tensor, box) for name, tensor in tensors.items()]
+    search.keep(shards, search.find(shards, "always"), is_all=True)
+    for number in range(4):
+        tensors["a"].view(torch.int16)[0, 0] += 1
+        report = search.find(shards, "always")
+        assert report.changed == ["a"] and report.boxes is None
+        if number == 3:
+            search._kept["b"].view(torch.int16)[1, 1] ^= 1
+        assert not caplog.text
+        search.keep(shards, report, is_all=False)
+    assert "sent whole" in caplog.text and "(b)" in caplog.text
+    assert search.find(shards, "always").boxes is not None
 
 
 def test_a_tensor_that_is_cut_in_another_way_is_rejected() -> None:

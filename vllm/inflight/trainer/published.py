@@ -7,6 +7,7 @@ object, or when the process ends. A delta that is committed is applied to them.
 
 from __future__ import annotations
 
+import logging
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,9 +16,15 @@ import torch
 
 from vllm.inflight import ops
 from vllm.inflight.delta.decode import Changes, apply
+from vllm.inflight.errors import ConfigError
 from vllm.inflight.ops.gpu_digest import GpuDigest
 from vllm.inflight.trainer.snapshot import DTYPES, NUM_DIGEST_THREADS, Snapshot
 from vllm.inflight.update import Manifest, TensorSpec
+
+SCRUB_EVERY = 100
+"""Deltas from one scrub of the kept version to the next."""
+
+logger = logging.getLogger(__name__)
 
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -61,6 +68,15 @@ class PublishedVersion:
         """The tensor of that name itself; None if the version has none."""
         return self._tensors.get(name)
 
+    def damaged(self) -> list[str]:
+        """Names of tensors whose content is no longer that of their digest."""
+        found = digests_of(list(self.pairs()))
+        return [
+            name
+            for name, digest in zip(self._tensors, found, strict=True)
+            if digest.hex() != self.specs[name].digest
+        ]
+
     def advance(
         self, changes: Iterable[tuple[str, Changes]], specs: Mapping[str, TensorSpec]
     ) -> None:
@@ -69,6 +85,54 @@ class PublishedVersion:
             apply(some, self._tensors[name].view(-1))
         self.specs |= specs
         self.digest = version_digest(self.specs)
+
+
+class Scrubs:
+    """Reads the kept version again after every so many deltas.
+
+    A delta is proved from the version before. If the kept one has lost a bit, a change
+    of it may be missed. Whole versions start the count anew.
+
+    Args:
+        every: deltas from one scrub to the next; 0: no scrubs.
+
+    Raises:
+        ConfigError: this is no such number.
+
+    """
+
+    def __init__(self, every: int) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+            raise ConfigError(
+                f"delta_scrub_every is a number of deltas, or 0, got {every!r}"
+            )
+        self._every = every
+        self._num_deltas = 0
+
+    def is_due(self, *, is_delta: bool) -> bool:
+        """Count a version that was committed; whether the kept one is to be read."""
+        self._num_deltas = self._num_deltas + 1 if is_delta else 0
+        if not self._every or self._num_deltas < self._every:
+            return False
+        self._num_deltas = 0
+        return True
+
+    def is_sound(self, version: PublishedVersion, *, is_delta: bool) -> bool:
+        """Count a version that was committed; whether a delta may start from it."""
+        damaged = version.damaged() if self.is_due(is_delta=is_delta) else []
+        if damaged:
+            note_damage(damaged)
+        return not damaged
+
+
+def note_damage(names: Sequence[str]) -> None:
+    """Log that kept tensors have changed."""
+    logger.error(
+        "the next version is sent whole: what is kept of the last one has changed "
+        "since, in %d tensors (%s); is the memory of this host sound?",
+        len(names),
+        ", ".join(names[:3]),
+    )
 
 
 def digests_of(pairs: Sequence[tuple[str, torch.Tensor]]) -> list[ops.Digest]:

@@ -49,7 +49,7 @@ from vllm.inflight.trainer.http_client import Reply
 from vllm.inflight.trainer.name_matching import AUTO, NameMatching
 from vllm.inflight.trainer.outcome import Outcome, note_unheard
 from vllm.inflight.trainer.publish_queue import ON_BUSY, PublishQueue, QueuedPublish
-from vllm.inflight.trainer.published import PublishedVersion
+from vllm.inflight.trainer.published import SCRUB_EVERY, PublishedVersion, Scrubs
 from vllm.inflight.trainer.retry import FIRST_DELAY_S, LAST_DELAY_S, RetryBudget
 from vllm.inflight.trainer.snapshot import Snapshot, sweep
 from vllm.inflight.trainer.sources import stream as sources
@@ -80,6 +80,7 @@ class Publisher:
         directory: str | Path | None = None,
         digests: bool = True,
         delta: str = "auto",
+        delta_scrub_every: int = SCRUB_EVERY,
         min_interval_s: float = 0.0,
         on_busy: str = "wait",
         deadline_s: float | None = None,
@@ -109,6 +110,9 @@ class Publisher:
                 commit: `auto` where that is less to send, `always`, or `off`. For
                 that, the last version stays in shared memory, or in `directory`. An
                 engine that serves another version gets the whole one. Needs `digests`.
+            delta_scrub_every: after so many deltas, the kept version is read again and
+                compared with its digests, which takes as long as a snapshot. If it has
+                changed, the next version is sent whole. 0: never.
             min_interval_s: least seconds from one commit to the next update.
             on_busy: while another update is under way, here or in an engine:
                 `wait` for it, `skip` this publish, or be replaced by the `latest`.
@@ -141,6 +145,7 @@ class Publisher:
         self._in_bodies = wire == "http"
         self._digests = digests
         self._delta = delta if digests else "off"
+        self._scrubs = Scrubs(delta_scrub_every)
         self._num_unsupported = 0
         self._base: PublishedVersion | None = None
         """The last version that every engine has committed, if a delta may start from
@@ -595,7 +600,8 @@ class Publisher:
             base = job.delta.commit()
         # Where an engine digests other tensors than were sent, no delta has its base.
         if base is not None and base.digest == replies[0]["digest"]:
-            self._base = base
+            is_sound = self._scrubs.is_sound(base, is_delta=job.delta is not None)
+            self._base = base if is_sound else None
         try:
             self._tell("commit", job.snapshot)
         except Exception as error:

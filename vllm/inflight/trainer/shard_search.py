@@ -9,7 +9,7 @@ the whole tensor then.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from math import prod
 
@@ -21,6 +21,7 @@ from vllm.inflight.delta.part import Part
 from vllm.inflight.errors import ConfigError
 from vllm.inflight.ops import Digest
 from vllm.inflight.trainer.delta import LOOKED_AT_BYTES, WHOLE_FROM, batch_bytes
+from vllm.inflight.trainer.published import SCRUB_EVERY, Scrubs, note_damage
 from vllm.inflight.trainer.sources.shards import Box, OwnShard
 from vllm.inflight.update import TensorSpec
 
@@ -49,11 +50,21 @@ class ShardSearch:
     Args:
         device: where they are kept and compared.
         is_pinned: whether they are kept in page-locked memory.
+        scrub_every: deltas from one scrub of the kept shards to the next; 0: none.
 
     """
 
-    def __init__(self, device: torch.device, *, is_pinned: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        is_pinned: bool = False,
+        scrub_every: int = SCRUB_EVERY,
+    ) -> None:
         self._device, self._is_pinned = device, is_pinned
+        self._scrubs = Scrubs(scrub_every)
+        self._digests: dict[str, Digest] = {}
+        """Of the kept shards."""
         self._kept: dict[str, torch.Tensor] = {}
         self._boxes: Boxes | None = None
         """Of all shards of the last version; None: what is kept is no version that is
@@ -137,7 +148,22 @@ class ShardSearch:
                 old.copy_(one.tensor)
             kept[one.name] = old
         self._kept, self.parts = kept, []
+        self._digests |= report.digests
+        if self._scrubs.is_due(is_delta=not is_all) and (
+            names := self._damaged(shards)
+        ):
+            note_damage(names)
+            return
         self._boxes = {one.name: (one.tensor.dtype, one.box) for one in shards}
+
+    def _damaged(self, shards: Iterable[OwnShard]) -> list[str]:
+        """Names of kept shards whose content is no longer that of their digest."""
+        return [
+            one.name
+            for one in shards
+            if (kept := self._kept.get(one.name)) is not None
+            and replace(one, tensor=kept).digest() != self._digests[one.name]
+        ]
 
     def forget(self) -> None:
         """Start from no version: another one than the kept one may be served."""

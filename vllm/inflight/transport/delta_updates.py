@@ -31,7 +31,12 @@ from vllm.inflight.trainer.delta import (
     Delta,
     DeltaSearch,
 )
-from vllm.inflight.trainer.published import PublishedVersion, digests_of
+from vllm.inflight.trainer.published import (
+    SCRUB_EVERY,
+    PublishedVersion,
+    Scrubs,
+    digests_of,
+)
 from vllm.inflight.trainer.snapshot import check_tensor
 from vllm.inflight.transport.buckets.tensor_list import Pair
 from vllm.inflight.update import Manifest, TensorSpec
@@ -113,6 +118,7 @@ class DeltaUpdates:
         memory: where the last version is kept: `device`, or `host`.
         device: the device of the trainer's weights.
         transfer: runs one update.
+        scrub_every: deltas from one scrub of the kept version to the next; 0: none.
 
     Raises:
         ConfigError: the policy or the memory is none of these, or deltas are to be sent
@@ -127,8 +133,10 @@ class DeltaUpdates:
         memory: str,
         device: torch.device,
         transfer: Transfer,
+        scrub_every: int = SCRUB_EVERY,
     ) -> None:
         self._policy = DeltaPolicy(policy, memory, client)
+        self._scrubs = Scrubs(scrub_every)
         self.last: Sent | None = None
         """The last update that was committed with a manifest; None: there is none."""
         self._client = client
@@ -218,7 +226,8 @@ class DeltaUpdates:
         # Where an engine digests other tensors than were sent, no delta has its base.
         reply = getattr(self._client, "committed", None) or {}
         is_served = reply.get("digest", version.digest) == version.digest
-        self._base = version if is_served else None
+        is_sound = is_served and self._scrubs.is_sound(version, is_delta=is_delta)
+        self._base = version if is_sound else None
 
     def _keep(self, pairs: Iterable[Pair]) -> PublishedVersion:
         """Copy a whole version over the kept one."""

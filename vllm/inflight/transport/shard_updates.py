@@ -21,7 +21,7 @@ from vllm.inflight.delta.part import Part
 from vllm.inflight.delta.parts import named
 from vllm.inflight.errors import ConfigError
 from vllm.inflight.trainer.delta import OF_A_DELTA, WHOLE_FROM
-from vllm.inflight.trainer.published import version_digest
+from vllm.inflight.trainer.published import SCRUB_EVERY, version_digest
 from vllm.inflight.trainer.shard_search import (
     ShardedVersion,
     ShardReport,
@@ -74,6 +74,7 @@ class ShardUpdates:
         client: the inference side, on rank 0.
         device: where shards are kept and compared.
         is_pinned: whether they are kept in page-locked memory.
+        scrub_every: deltas from one scrub of the kept shards to the next; 0: none.
 
     Raises:
         ConfigError: there is no group of `torch.distributed` with this rank.
@@ -88,12 +89,13 @@ class ShardUpdates:
         device: torch.device,
         *,
         is_pinned: bool,
+        scrub_every: int = SCRUB_EVERY,
     ) -> None:
         self._ranks = TrainerRanks(rank)
         self._policy = policy
         self._client = client
         self._device = device
-        self._search = ShardSearch(device, is_pinned=is_pinned)
+        self._search = ShardSearch(device, is_pinned=is_pinned, scrub_every=scrub_every)
         self.last: Sent | None = None
         """On rank 0: the last update that was committed with a manifest."""
         self._version: ShardedVersion | None = None

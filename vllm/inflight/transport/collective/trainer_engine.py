@@ -16,6 +16,7 @@ import torch
 from vllm.inflight import upstream
 from vllm.inflight.errors import Cancelled
 from vllm.inflight.releases.table import adapter
+from vllm.inflight.trainer.published import SCRUB_EVERY
 from vllm.inflight.trainer.sources.stream import gathering
 from vllm.inflight.transport.buckets.sender import Sender
 from vllm.inflight.transport.buckets.tensor_list import Pair, TensorList
@@ -62,6 +63,9 @@ class GlooTrainerInitInfo(upstream.TrainerInitInfo):
     """Whether each rank of the trainer keeps a copy of its own shards and looks for
     changes there, so that only changes are gathered. All ranks of torch's default group
     have to set it, and rank 0 sends."""
+    delta_scrub_every: int = SCRUB_EVERY
+    """After so many deltas, the kept copy is read again and compared with its digests.
+    If it has changed, the next version is sent whole. 0: never."""
 
     @property
     def device(self) -> torch.device:
@@ -126,6 +130,7 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
                 client,
                 torch.device("cpu") if on_host else init_info.device,
                 is_pinned=on_host and init_info.device.type == "cuda",
+                scrub_every=init_info.delta_scrub_every,
             )
         elif self.is_sender:
             self.deltas = DeltaUpdates(
@@ -134,6 +139,7 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
                 init_info.delta_memory,
                 init_info.device,
                 self._transfer,
+                init_info.delta_scrub_every,
             )
 
     @classmethod
