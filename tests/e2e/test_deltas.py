@@ -116,6 +116,46 @@ def test_a_delta_that_does_not_fit_what_is_served_is_followed_by_the_whole(
     assert found == expected(llm, weights, tmp_path)
 
 
+def test_a_trainer_that_starts_again_goes_on_with_deltas(llm, weights, new, tmp_path):
+    file = tmp_path / "kept.safetensors"
+
+    def trainer() -> Publisher:
+        return Publisher(llm, weights, delta_file=file)
+
+    with trainer() as to:
+        assert not to.publish().is_delta
+        step(weights, 1)
+        assert to.publish().is_delta
+    step(weights, 2)
+    with trainer() as to:
+        outcome = to.publish("after a restart of the trainer")
+        assert outcome.is_delta
+        in_use = pytest.raises(ConfigError, match="in use by another publisher")
+        with trainer() as another, in_use:
+            another.publish()
+        found = outcome.digest, tokens(llm)
+        step(weights, 3)
+        assert to.publish().is_delta
+    llm.update_weights_from_disk(str(new), "as after a restart of the engine")
+    step(weights, 4)
+    with trainer() as to:
+        assert not to.publish().is_delta
+        step(weights, 5)
+        assert to.publish().is_delta
+    # As after a trainer that was killed while it wrote.
+    with open(file, "r+b") as kept:
+        kept.seek(-1001, 2)
+        kept.write(b"\x5a")
+    step(weights, 6)
+    with trainer() as to:
+        assert not to.publish().is_delta
+    assert list(tmp_path.iterdir()) == [file]
+    weights = load_file(Path(llm.model_config.model) / "model.safetensors")
+    step(weights, 1)
+    step(weights, 2)
+    assert found == expected(llm, weights, tmp_path / "whole")
+
+
 def test_a_scrub_finds_a_kept_version_that_has_changed(llm, weights, caplog):
     name = "model.norm.weight"
 

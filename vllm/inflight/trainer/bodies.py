@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm.inflight.errors import Malformed
-from vllm.inflight.trainer.snapshot import Snapshot
+from vllm.inflight.trainer.snapshot import Snapshot, mapped
 
 BODY_BYTES = 64 << 20
 """Bytes of tensors from which the next body begins. A body is in memory as a whole, on
@@ -40,7 +40,7 @@ def bodies(snapshot: Snapshot, update_id: str) -> Iterator[bytes]:
                 f"{name!r} has {size} bytes, and a request has room for "
                 f"{MAX_TENSOR_BYTES}: publish with wire='disk', or send over NCCL"
             )
-    memory = memoryview(snapshot.mapped())[start:]
+    memory = memoryview(mapped(snapshot.owner))[start:]
     for chunk, group in enumerate(_groups(header)):
         first = min(entry["data_offsets"][0] for entry in group.values())
         end = max(entry["data_offsets"][1] for entry in group.values())

@@ -8,9 +8,8 @@ object, or when the process ends. A delta that is committed is applied to them.
 from __future__ import annotations
 
 import logging
-import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import IO
 
 import torch
 
@@ -18,7 +17,13 @@ from vllm.inflight import ops
 from vllm.inflight.delta.decode import Changes, apply
 from vllm.inflight.errors import ConfigError
 from vllm.inflight.ops.gpu_digest import GpuDigest
-from vllm.inflight.trainer.snapshot import DTYPES, NUM_DIGEST_THREADS, Snapshot
+from vllm.inflight.trainer.snapshot import (
+    DTYPES,
+    NUM_DIGEST_THREADS,
+    Snapshot,
+    header_of,
+    mapped,
+)
 from vllm.inflight.update import Manifest, TensorSpec
 
 SCRUB_EVERY = 100
@@ -57,8 +62,7 @@ class PublishedVersion:
             manifest: of the whole version, with the digest of every tensor.
 
         """
-        tensors = _tensors(snapshot.mapped(), *snapshot.header())
-        return cls(tensors, manifest.tensors)
+        return cls(tensors_of_file(snapshot.owner), manifest.tensors)
 
     def pairs(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor under its name."""
@@ -163,13 +167,17 @@ def _digest(spec: TensorSpec) -> ops.Digest:
     return ops.Digest.from_hex(spec.digest)
 
 
-def _tensors(
-    memory: mmap.mmap, header: Mapping[str, Any], start: int
-) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file that is mapped into memory."""
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
+def tensors_of_file(file: IO[bytes]) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file, mapped: what is written there is in the file.
+
+    They are valid after the file is closed, too.
+    """
+    header, start = header_of(file)
+    whole = torch.frombuffer(mapped(file), dtype=torch.uint8)
     found = {}
     for name, entry in header.items():
+        if name == "__metadata__":
+            continue
         first, end = entry["data_offsets"]
         flat = whole[start + first : start + end]
         found[name] = flat.view(TORCH_DTYPES[entry["dtype"]]).view(entry["shape"])

@@ -46,6 +46,7 @@ from vllm.inflight.trainer.delta import (
 )
 from vllm.inflight.trainer.engine_clients import InProcessEngine, connect
 from vllm.inflight.trainer.http_client import Reply
+from vllm.inflight.trainer.kept_file import KeptFile
 from vllm.inflight.trainer.name_matching import AUTO, NameMatching
 from vllm.inflight.trainer.outcome import Outcome, note_unheard
 from vllm.inflight.trainer.publish_queue import ON_BUSY, PublishQueue, QueuedPublish
@@ -80,6 +81,7 @@ class Publisher:
         directory: str | Path | None = None,
         digests: bool = True,
         delta: str = "auto",
+        delta_file: str | Path | None = None,
         delta_scrub_every: int = SCRUB_EVERY,
         min_interval_s: float = 0.0,
         on_busy: str = "wait",
@@ -110,6 +112,8 @@ class Publisher:
                 commit: `auto` where that is less to send, `always`, or `off`. For
                 that, the last version stays in shared memory, or in `directory`. An
                 engine that serves another version gets the whole one. Needs `digests`.
+            delta_file: keeps the last version in this file, and not in memory. After a
+                restart of the trainer, the first publish reads it, and may be a delta.
             delta_scrub_every: after so many deltas, the kept version is read again and
                 compared with its digests, which takes as long as a snapshot. If it has
                 changed, the next version is sent whole. 0: never.
@@ -145,6 +149,11 @@ class Publisher:
         self._in_bodies = wire == "http"
         self._digests = digests
         self._delta = delta if digests else "off"
+        self._kept_file: KeptFile | None = None
+        if delta_file is not None and self._delta != "off":
+            self._kept_file = KeptFile(Path(delta_file))
+        self._has_begun = False
+        """Whether the first publish has looked into the file."""
         self._scrubs = Scrubs(delta_scrub_every)
         self._num_unsupported = 0
         self._base: PublishedVersion | None = None
@@ -487,6 +496,8 @@ class Publisher:
 
     def _let_go(self) -> None:
         self._base = None
+        if self._kept_file is not None:
+            self._kept_file.close()
         for engine in self._engines:
             engine.close()
 
@@ -532,9 +543,13 @@ class Publisher:
         While another publish is under way, its version is not known to be served.
         """
         base, self._base = self._base, None
+        has_begun, self._has_begun = self._has_begun, True
         if job.subset or not self._queue.is_idle:
             return None
-        return base
+        # With `auto`, the names are not found out yet.
+        if has_begun or self._kept_file is None or self._naming is not None:
+            return base
+        return self._kept_file.read()
 
     def _take_snapshot(
         self,
@@ -585,7 +600,7 @@ class Publisher:
         try:
             if self._may_follow(job):
                 try:
-                    base = PublishedVersion.of_file(job.snapshot, job.manifest)
+                    base = self._kept(job)
                 except OSError as error:  # not every file system can map a file
                     logger.warning("the next version is sent whole: %s", error)
             job.snapshot.remove()
@@ -628,6 +643,12 @@ class Publisher:
             seconds={name: round(value, 6) for name, value in parts.items()},
             mapped=job.mapped,
         )
+
+    def _kept(self, job: QueuedPublish) -> PublishedVersion:
+        """The version of a job, in memory or in the file of `delta_file`."""
+        if self._kept_file is not None:
+            return self._kept_file.take(job.snapshot, job.manifest)
+        return PublishedVersion.of_file(job.snapshot, job.manifest)
 
     def _stage(self, job: QueuedPublish) -> Coordinator | None:
         """The delivery, staged on every engine; None if it gave way."""
