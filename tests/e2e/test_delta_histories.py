@@ -79,7 +79,9 @@ class History:
         self._next = dict(weights)
         self.num_deltas = 0
         self._to = self._trainer()
-        self._publish()
+        for _ in range(2):  # the digest of what an engine starts with is not known
+            self._publish()
+        self.num_deltas = 0
 
     def _trainer(self) -> Publisher:
         kept = self._folder / "kept.safetensors"
