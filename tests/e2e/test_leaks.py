@@ -126,7 +126,7 @@ def test_memory_threads_and_descriptors_return_after_200_updates(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("staging", ["device", "delta"])
+@pytest.mark.parametrize("staging", ["auto", "delta"])
 def test_memory_is_flat_over_500_deltas(
     start: Callable[..., Any], checkpoint: Callable[..., Path], staging: str
 ) -> None:
