@@ -10,14 +10,17 @@ from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
 
-from tests.support.deltas import stepped
+from tests.support.deltas import delta_between, stepped
 from tests.support.engines.script import run_script
-from vllm.inflight import ops
-from vllm.inflight.delta import Encoder, Part
-from vllm.inflight.delta.parts import named
-from vllm.inflight.errors import BaseMismatch, InflightError, Malformed, WeightsMismatch
+from vllm.inflight.errors import (
+    BaseMismatch,
+    ConfigError,
+    InflightError,
+    Malformed,
+    WeightsMismatch,
+)
 from vllm.inflight.trainer import Publisher
-from vllm.inflight.update import Manifest, TensorSpec
+from vllm.inflight.trainer.published import PublishedVersion
 from vllm.inflight.worker.delta.whole_tensors import DeltaTensors
 
 pytestmark = pytest.mark.engine
@@ -113,6 +116,74 @@ def test_a_delta_that_does_not_fit_what_is_served_is_followed_by_the_whole(
     assert found == expected(llm, weights, tmp_path)
 
 
+def test_a_trainer_that_starts_again_goes_on_with_deltas(llm, weights, new, tmp_path):
+    file = tmp_path / "kept.safetensors"
+
+    def trainer() -> Publisher:
+        return Publisher(llm, weights, delta_file=file)
+
+    with trainer() as to:
+        assert not to.publish().is_delta
+        step(weights, 1)
+        assert to.publish().is_delta
+    step(weights, 2)
+    with trainer() as to:
+        outcome = to.publish("after a restart of the trainer")
+        assert outcome.is_delta
+        in_use = pytest.raises(ConfigError, match="in use by another publisher")
+        with trainer() as another, in_use:
+            another.publish()
+        found = outcome.digest, tokens(llm)
+        step(weights, 3)
+        assert to.publish().is_delta
+    llm.update_weights_from_disk(str(new), "as after a restart of the engine")
+    step(weights, 4)
+    with trainer() as to:
+        assert not to.publish().is_delta
+        step(weights, 5)
+        assert to.publish().is_delta
+    # As after a trainer that was killed while it wrote.
+    with open(file, "r+b") as kept:
+        kept.seek(-1001, 2)
+        kept.write(b"\x5a")
+    step(weights, 6)
+    with trainer() as to:
+        assert not to.publish().is_delta
+    assert list(tmp_path.iterdir()) == [file]
+    weights = load_file(Path(llm.model_config.model) / "model.safetensors")
+    step(weights, 1)
+    step(weights, 2)
+    assert found == expected(llm, weights, tmp_path / "whole")
+
+
+def test_a_scrub_finds_a_kept_version_that_has_changed(llm, weights, caplog):
+    name = "model.norm.weight"
+
+    def advance(self: PublishedVersion, *how: Any) -> None:
+        real(self, *how)
+        self.tensor(name).view(torch.int16)[3] += 1  # as a bad bit of memory
+
+    real = PublishedVersion.advance
+    with Publisher(llm, weights, delta_scrub_every=3) as to:
+        to.publish()
+        for seed, is_sound in enumerate((True, True, True, True, True, False)):
+            step(weights, seed)
+            with pytest.MonkeyPatch.context() as patch:
+                if not is_sound:
+                    patch.setattr(PublishedVersion, "advance", advance)
+                assert to.publish().is_delta
+            assert ("sent whole" in caplog.text) != is_sound
+        assert name in caplog.text
+        # Without the scrub, the change of this element would be taken for none.
+        weights[name].view(torch.int16)[3] += 1
+        outcome = to.publish("whole")
+        assert not outcome.is_delta
+        step(weights, 9)
+        assert to.publish().is_delta
+    with pytest.raises(ConfigError, match="delta_scrub_every"):
+        Publisher(llm, weights, delta_scrub_every=-1)
+
+
 def test_a_fault_of_an_engine_is_followed_by_the_whole(llm, weights, monkeypatch):
     def broken(*_):
         raise MemoryError("no room for a delta")
@@ -177,22 +248,17 @@ class Sent:
         self.llm, self.folder = llm, folder
         self.new = {name: tensor.clone() for name, tensor in weights.items()}
         step(self.new, 9, share=0.3)
-        encoder = Encoder(max_part_bytes=64 << 10, values="raw")
-        self.parts: list[Part] = []
-        specs: dict[str, TensorSpec] = {}
-        for name, tensor in self.new.items():
-            self.parts += encoder.add(len(specs), weights[name], tensor)
-            if encoder.has_changed:
-                digest = ops.digest([tensor])[0].hex()
-                shape = tuple(tensor.shape)
-                specs[name] = TensorSpec(name, shape, "bfloat16", digest)
-        self.parts += encoder.finish()
-        assert len(self.parts) > 2
         base = llm.weight_info()["digest"]
-        self.manifest = Manifest(specs, base=base).to_dict()
+        options = {"max_part_bytes": 64 << 10, "values": "raw"}
+        self.manifest, self._pairs = delta_between(weights, self.new, base, **options)
+        assert self.num_parts > 2
+
+    @property
+    def num_parts(self) -> int:
+        return len(self._pairs) // 2
 
     def pairs(self) -> dict[str, torch.Tensor]:
-        return dict(named(self.parts))
+        return {name: tensor.clone() for name, tensor in self._pairs.items()}
 
     def send(self, *chunks: dict[str, torch.Tensor]) -> None:
         file = self.folder / "delta.safetensors"
@@ -239,7 +305,7 @@ def test_a_lost_part_changes_nothing(sent):
 
 def test_a_lost_end_changes_nothing(sent):
     pairs = sent.pairs()
-    last = len(sent.parts) - 1
+    last = sent.num_parts - 1
     del pairs[f"delta.{last}.table"], pairs[f"delta.{last}.data"]
     with pytest.raises(WeightsMismatch):
         sent.send(pairs)

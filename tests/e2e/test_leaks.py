@@ -10,12 +10,17 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
+from vllm.config.weight_transfer import WeightTransferConfig
 
 from tests.e2e.conftest import stop
 from tests.support.calm.engine_starts import thawed
 from tests.support.engines.script import OPTIONS
+from tests.support.engines.unpacked import unpacked
 from tests.support.shared_memory import names, nothing_came
 from vllm.inflight.errors import InflightError, StagingUnavailable
+from vllm.inflight.trainer import Publisher
 
 pytestmark = pytest.mark.engine
 
@@ -118,6 +123,46 @@ def test_memory_threads_and_descriptors_return_after_200_updates(
     # What earlier tests of this process left may end meanwhile.
     assert held()[1] <= before[1]
     assert threads() <= others
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staging", ["auto", "delta"])
+def test_memory_is_flat_over_500_deltas(
+    start: Callable[..., Any], checkpoint: Callable[..., Path], staging: str
+) -> None:
+    folder = checkpoint(0, hidden=256)
+    inflight = {"staging": staging} | (
+        {"delta_gib": 0.05} if staging == "delta" else {}
+    )
+    config = {"inflight": inflight}
+    local = WeightTransferConfig(backend="local")
+    known = names()
+    with unpacked():
+        llm = start(folder, additional_config=config, weight_transfer_config=local)
+        weights = load_file(folder / "model.safetensors")
+        with Publisher(llm, weights) as to:
+            assert not to.publish().is_delta
+
+            def update(count: int) -> None:
+                for number in range(count):
+                    for tensor in weights.values():
+                        tensor.view(-1).view(torch.int16)[number % tensor.numel()] ^= 1
+                    assert to.publish().is_delta
+                settle()
+
+            update(100)  # allocator and caches find their level
+            before = held()
+            rises = []
+            for _ in range(5):
+                resident = held()[0]
+                update(100)
+                rises.append(held()[0] - resident)
+            one_set = sum(tensor.nbytes for tensor in weights.values())
+            # A leak of a copy in ten updates would show as ten sets, every time.
+            assert min(rises) < one_set / 2 + 4 * MIB
+            assert sum(rises) < 5 * one_set + 40 * MIB
+            assert held()[1] <= before[1]
+    nothing_came(known)
 
 
 def test_an_engine_that_was_shut_down_asks_its_workers_nothing_more(

@@ -15,9 +15,11 @@ from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
 
+from tests.support.deltas import stepped
 from tests.support.engines.mixtures import MLP, declared
 from tests.support.engines.probe import outputs_during
 from tests.support.engines.script import RESULT
+from tests.support.engines.sent_tensors import entry, halves
 from tests.support.serving import Server
 from vllm.inflight.errors import (
     Forbidden,
@@ -26,7 +28,7 @@ from vllm.inflight.errors import (
     VersionConflict,
     WeightsMismatch,
 )
-from vllm.inflight.trainer import Publisher
+from vllm.inflight.trainer import Publisher, bodies
 
 pytestmark = pytest.mark.engine
 
@@ -182,7 +184,8 @@ def test_a_server_serves_what_a_trainer_publishes_over_http(
 ):
     assert greedy_over_http(server) != fresh
     told: list[str] = []
-    for wire in ({"wire": "shm"}, {"wire": "disk", "directory": tmp_path}):
+    disk = {"wire": "disk", "directory": tmp_path}
+    for wire in ({"wire": "shm"}, disk, {"wire": "http"}):
         with Publisher(
             server.url,
             lambda: iter(weights(new).items()),
@@ -196,6 +199,48 @@ def test_a_server_serves_what_a_trainer_publishes_over_http(
         assert (info["step"], info["epoch"]) == (7, outcome.epoch)
         assert set(told) == {"snapshot", "transfer", "commit"}
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_delta_reaches_a_server_in_the_body_of_a_request(
+    server, old, new, monkeypatch
+):
+    monkeypatch.setattr(bodies, "BODY_BYTES", 1 << 16)  # several for a whole version
+    source = weights(old)
+    with Publisher(server.url, source, api_key=KEY, wire="http") as to:
+        assert not to.publish("whole").is_delta
+        for seed in range(3):
+            source |= stepped(source, seed)
+            outcome = to.publish(f"delta-{seed}")
+            assert outcome.is_delta
+            found = greedy_over_http(server)
+            with Publisher(server.url, source, api_key=KEY, delta="off") as other:
+                assert other.publish("the same").digest == outcome.digest
+            assert greedy_over_http(server) == found
+        # Another version is served meanwhile.
+        with Publisher(server.url, weights(new), api_key=KEY) as other:
+            other.publish("another")
+        source |= stepped(source, 3)
+        assert not to.publish("whole again").is_delta
+        source |= stepped(source, 4)
+        assert to.publish("delta again").is_delta
+
+
+def test_a_body_may_be_a_chunk_of_an_update_under_way(server, old, new, fresh):
+    with Publisher(server.url, weights(old), api_key=KEY) as to:
+        to.publish("before")
+    update = {"update_id": "in bodies"}
+    server.post("/start_weight_update", update | {"weight_version": "chunks"})
+    for chunk, half in enumerate(halves(weights(new))):
+        body = {"chunk": chunk, "serialized_named_tensors": [entry(half)]}
+        for _ in range(2):  # as if a reply was lost
+            server.post("/update_weights_from_tensor", update | body)
+    assert server.client.get("/weight_info").json()["weight_version"] == "before"
+    server.post("/finish_weight_update", update)
+    assert greedy_over_http(server) == fresh
+    late = server.client.post(
+        "/update_weights_from_tensor", json=update | body | {"chunk": 2}
+    )
+    assert (late.status_code, late.json()["error"]["code"]) == (409, "wrong_phase")
 
 
 def test_tokens_flow_while_a_trainer_publishes_over_http(server, old, new):

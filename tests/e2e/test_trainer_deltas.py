@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.deltas import stepped
+from tests.support.engines.far_ranks import FarRanks
 from tests.support.engines.far_trainer import FarTrainer
 from tests.support.engines.probe import greedy
 from vllm.inflight.errors import TransferFault
@@ -117,3 +118,23 @@ def test_a_trainer_lost_in_the_middle_of_a_delta_changes_nothing(
         assert sent is not None and sent.is_delta
     llm.update_weights_from_disk(str(chain[2]))
     assert served(llm) == found
+
+
+def test_ranks_of_a_trainer_send_what_has_changed_in_their_shards(
+    llm: Any, old: Path, chain: list[Path], tmp_path: Path
+) -> None:
+    found, wholes = [], []
+    with FarRanks(llm, old, tmp_path / "store", 2) as far:
+        for number, folder in enumerate(chain):
+            if number == 4:
+                llm.rollback_weights()  # the base is another one then
+            sent = far.send(folder)
+            assert sent.is_delta == (number not in (0, 4))
+            assert not sent.is_delta or sent.num_bytes < size(folder) / 4
+            # Rank 1 has half of all, and brings its changes alone.
+            assert sent.gathered_bytes < size(folder) / 8
+            found.append(served(llm))
+    for folder in chain:
+        llm.update_weights_from_disk(str(folder))
+        wholes.append(served(llm))
+    assert found == wholes

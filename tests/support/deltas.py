@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from vllm.inflight import delta
+from vllm.inflight import delta, ops
+from vllm.inflight.delta.parts import named
 from vllm.inflight.ops import INTEGERS
+from vllm.inflight.update import Manifest, TensorSpec
 
 DTYPES = [
     *(torch.bfloat16, torch.float16, torch.float32, torch.float64),
@@ -97,6 +99,34 @@ def applied(
     for changes in decoded(parts, olds):
         delta.apply(changes, copies[changes.number].view(-1))
     return copies
+
+
+def delta_between(
+    old: Mapping[str, torch.Tensor],
+    new: Mapping[str, torch.Tensor],
+    base: str,
+    **options: object,
+) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
+    """The manifest of a delta made by hand, and the tensors to send.
+
+    Args:
+        old: the version that is served.
+        new: the version to lead to.
+        base: the digest of `old`.
+        options: of the encoder.
+
+    """
+    encoder = delta.Encoder(**options)  # type: ignore[arg-type]
+    parts: list[delta.Part] = []
+    specs: dict[str, TensorSpec] = {}
+    for name, tensor in new.items():
+        parts += encoder.add(len(specs), old[name], tensor)
+        if encoder.has_changed:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            digest = ops.digest([tensor])[0].hex()
+            specs[name] = TensorSpec(name, tuple(tensor.shape), dtype, digest)
+    parts += encoder.finish()
+    return Manifest(specs, base=base).to_dict(), dict(named(parts))
 
 
 def stepped(

@@ -10,6 +10,7 @@ import json
 import sys
 import threading
 import time
+from base64 import b64decode
 from collections import defaultdict
 from dataclasses import fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 
 from vllm.inflight.api.request.rate_limit import RateLimit
 from vllm.inflight.calls import StartUpdate
@@ -39,6 +40,7 @@ START, UPDATE, FINISH = (
     "/update_weights",
     "/finish_weight_update",
 )
+BODY = "/update_weights_from_tensor"
 PREPARE = "/prepare_weight_update"
 ABORT, ROLLBACK = "/abort_weight_update", "/rollback_weights"
 STATUS = "/weight_update"
@@ -197,7 +199,7 @@ class StandIn:
         try:
             if isinstance(fault, InflightError):
                 raise fault
-            with self._lock if path != UPDATE else _Open():
+            with self._lock if path not in (UPDATE, BODY) else _Open():
                 reply = self._route(path, body)
             status = 200
         except InflightError as error:
@@ -233,6 +235,8 @@ class StandIn:
             if "finish" in body:
                 reply = self._commit(self._ledger.find(update_id), body["finish"])
             return reply
+        if path == BODY:
+            return self._stage(update_id, body)
         if path == PREPARE:
             update = self._ledger.require(update_id, Phase.STAGING, Phase.COMMITTED)
             update.digest, update.sent, update.base = self.digest, "1" * 32, self.base
@@ -313,11 +317,9 @@ class StandIn:
         update = self._ledger.require(update_id, Phase.STAGING)
         if body["chunk"] < update.num_chunks:
             return _state(update)
-        info = body["update_info"]
-        path = Path(info["path"]) if "path" in info else Path("/dev/shm") / info["shm"]
         self.num_staging += 1
         self.most_staging = max(self.most_staging, self.num_staging)
-        staged = load_file(path)
+        staged = _sent(body)
         for name, tensor in staged.items():
             spec = self._announced[name]
             assert (list(spec.shape), spec.dtype) == (
@@ -332,7 +334,9 @@ class StandIn:
             if "tensor" in self.held:
                 self.held["tensor"].wait(20)
             self._bytes += tensor.nbytes
-        self._staged = {name: tensor.clone() for name, tensor in staged.items()}
+        before = self._staged if update.num_chunks else {}
+        own = {name: tensor.clone() for name, tensor in staged.items()}
+        self._staged = before | own
         self.num_staging -= 1
         update.num_chunks += 1
         return _state(update)
@@ -356,6 +360,15 @@ class StandIn:
         mode = body.get("mode", "in_place")
         update.result = self.version | {"gap_ms": 0.5, "mode": mode}
         return update.result
+
+
+def _sent(body: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a chunk: in the body, or in the file that it names."""
+    if "serialized_named_tensors" in body:
+        (text,) = body["serialized_named_tensors"]
+        return load(b64decode(text, validate=True))
+    info = body["update_info"]
+    return load_file(info.get("path") or Path("/dev/shm") / info["shm"])
 
 
 class _Server(ThreadingHTTPServer):

@@ -291,6 +291,31 @@ def test_a_delta_is_lent_and_has_only_what_changed(
     assert lender.deltas.last.is_delta
 
 
+@pytest.mark.parametrize("every", [0, 2])
+def test_a_kept_version_that_has_changed_is_found_and_replaced(
+    memory: HostMemory, named: Tensors, every: int
+) -> None:
+    client = WithManifest(worker(memory))
+    info = IpcTrainerInitInfo(
+        rank=0, delta="always", chunk_bytes=1000, delta_scrub_every=every
+    )
+    lender = Lender(info, client=client, source=Source(named), memory=memory)
+    assert lender.deltas is not None
+    *_, name = named
+    is_delta = []
+    for number in range(4):
+        named[name].view(-1).view(torch.uint8)[0] += 1
+        if number == 2:
+            kept = next(iter(lender.deltas._tensors.values()))
+            kept.view(-1).view(torch.uint8)[0] ^= 1
+            # It is as in the kept version, so no search would find it.
+            next(iter(named.values())).view(-1).view(torch.uint8)[0] ^= 1
+        lender.send_weights()
+        assert lender.deltas.last is not None
+        is_delta.append(lender.deltas.last.is_delta)
+    assert is_delta == [False, True, True, every == 0]
+
+
 @pytest.mark.parametrize("kind", [BaseMismatch, DeltaUnsupported])
 def test_a_rejected_delta_is_followed_by_the_whole_version(
     memory: HostMemory, named: Tensors, kind: type[InflightError]

@@ -8,7 +8,7 @@ engine cannot commit, the engines that have committed are rolled back.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
 from functools import partial
@@ -26,6 +26,7 @@ from vllm.inflight.errors import (
     WeightsMismatch,
     WrongPhase,
 )
+from vllm.inflight.trainer.bodies import bodies
 from vllm.inflight.trainer.engine_clients import Engine, blamed, with_message
 from vllm.inflight.trainer.http_client import NotReached, Reply
 from vllm.inflight.trainer.retry import FIRST_DELAY_S, RetryBudget
@@ -86,6 +87,7 @@ class Coordinator:
         version: str | None,
         deadline_s: float | None,
         base_version: str | None = None,
+        in_bodies: bool = False,
     ) -> None:
         """Let every engine load the snapshot; on failure, undo it on all engines.
 
@@ -95,6 +97,8 @@ class Coordinator:
             version: the label of the new version.
             deadline_s: the engines abort the update after this time.
             base_version: the version that the engines must serve now.
+            in_bodies: whether the tensors travel in the bodies of requests, and not in
+                the file.
 
         Raises:
             UpdateBusy: an engine is in another update.
@@ -105,8 +109,6 @@ class Coordinator:
         opening |= {"weight_version": version} if version is not None else {}
         opening |= {"deadline_s": deadline_s} if deadline_s is not None else {}
         opening |= {"base_version": base_version} if base_version is not None else {}
-        chunk: Reply = {"update_id": self.update_id, "chunk": 0}
-        chunk["update_info"] = snapshot.update_info
         if len(self._engines) > 1:
             # Checked on all engines first: a start on one engine throws its rollback
             # target away. It may still need it, if its update with others is not over.
@@ -114,12 +116,25 @@ class Coordinator:
         with _Rollback(self):
             self._all(lambda engine: engine.start(opening, self._retry_budget))
             self.is_begun = True
-            self._all(
-                lambda engine: engine.update(chunk, self._retry_budget),
-                meanwhile=lambda: self._report(snapshot.num_bytes),
-            )
+            for send in self._sends(snapshot, in_bodies):
+                self._all(send, meanwhile=lambda: self._report(snapshot.num_bytes))
             if self._progress is not None:
                 self._progress("transfer", snapshot.num_bytes, snapshot.num_bytes)
+
+    def _sends(
+        self, snapshot: Snapshot, in_bodies: bool
+    ) -> Iterator[Callable[[Engine], Reply]]:
+        """The calls that bring the tensors, each to be made on every engine."""
+        if in_bodies:
+            for body in bodies(snapshot, self.update_id):
+                yield partial(self._send_body, body)
+            return
+        chunk: Reply = {"update_id": self.update_id, "chunk": 0}
+        chunk["update_info"] = snapshot.update_info
+        yield lambda engine: engine.update(chunk, self._retry_budget)
+
+    def _send_body(self, body: bytes, engine: Engine) -> Reply:
+        return engine.update_by_body(body, self._retry_budget)
 
     def commit(self, *, mode: str | None) -> list[Reply]:
         """Commit on every engine; returns their replies, in order.

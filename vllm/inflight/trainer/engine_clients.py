@@ -39,6 +39,10 @@ class Engine(Protocol):
         """`POST /update_weights`; returns when every rank has the chunk."""
         ...
 
+    def update_by_body(self, body: bytes, retry_budget: RetryBudget) -> Reply:
+        """`POST /update_weights_from_tensor`; returns when every rank has the chunk."""
+        ...
+
     def prepare(self, update_id: str, retry_budget: RetryBudget) -> Reply:
         """`POST /prepare_weight_update`; returns when every rank has reported."""
         ...
@@ -129,6 +133,10 @@ class InProcessEngine:
         info = {"update_info": body["update_info"]}
         ids = {"update_id": body["update_id"], "chunk": body["chunk"]}
         return self._run(retry_budget, self._engine.update_weights, info, **ids)
+
+    def update_by_body(self, body: bytes, retry_budget: RetryBudget) -> Reply:
+        """An engine of this process takes no requests."""
+        raise ConfigError("wire='http' is for servers, which are given by their URLs")
 
     def prepare(self, update_id: str, retry_budget: RetryBudget) -> Reply:
         return self._run(retry_budget, self._engine.prepare_weight_update, update_id)

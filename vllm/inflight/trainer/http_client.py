@@ -49,6 +49,11 @@ class HttpEngine:
         reply_s = retry_budget.timeout_s if "finish" in body else None
         return self._ask("POST", "/update_weights", retry_budget, body, reply_s)
 
+    def update_by_body(self, body: bytes, retry_budget: RetryBudget) -> Reply:
+        """`POST /update_weights_from_tensor` with a chunk of `bodies`."""
+        path = "/update_weights_from_tensor"
+        return self._ask("POST", path, retry_budget, body, retry_budget.timeout_s)
+
     def prepare(self, update_id: str, retry_budget: RetryBudget) -> Reply:
         """`POST /prepare_weight_update`; the reply waits for the verification."""
         body = {"update_id": update_id}
@@ -129,19 +134,22 @@ class HttpEngine:
         method: str,
         path: str,
         retry_budget: RetryBudget,
-        body: Reply | None = None,
+        body: Reply | bytes | None = None,
         reply_s: float | None = None,
         *,
         is_repeated: bool = True,
     ) -> Reply:
         delay = FIRST_DELAY_S
         failure: type[EngineUnreachable] = NotReached
+        content: dict[str, Any] = {"json": body}
+        if isinstance(body, bytes):
+            content = {"content": body, "headers": {"Content-Type": "application/json"}}
         while True:
             retry_budget.require()
             try:
                 timeout = max(0.05, min(reply_s or REPLY_S, retry_budget.left()))
                 response = self._client.request(
-                    method, path, json=body, timeout=timeout
+                    method, path, timeout=timeout, **content
                 )
                 failure = EngineUnreachable
                 known = _decoded(response)

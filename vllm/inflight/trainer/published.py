@@ -7,17 +7,29 @@ object, or when the process ends. A delta that is committed is applied to them.
 
 from __future__ import annotations
 
-import mmap
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import IO
 
 import torch
 
 from vllm.inflight import ops
 from vllm.inflight.delta.decode import Changes, apply
+from vllm.inflight.errors import ConfigError
 from vllm.inflight.ops.gpu_digest import GpuDigest
-from vllm.inflight.trainer.snapshot import DTYPES, NUM_DIGEST_THREADS, Snapshot
+from vllm.inflight.trainer.snapshot import (
+    DTYPES,
+    NUM_DIGEST_THREADS,
+    Snapshot,
+    header_of,
+    mapped,
+)
 from vllm.inflight.update import Manifest, TensorSpec
+
+SCRUB_EVERY = 100
+"""Deltas from one scrub of the kept version to the next."""
+
+logger = logging.getLogger(__name__)
 
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -37,7 +49,7 @@ class PublishedVersion:
     ) -> None:
         self.specs = dict(specs)
         """Name → shape, dtype and digest."""
-        self.digest = _version_digest(self.specs)
+        self.digest = version_digest(self.specs)
         """Of the version."""
         self._tensors = tensors
 
@@ -50,8 +62,7 @@ class PublishedVersion:
             manifest: of the whole version, with the digest of every tensor.
 
         """
-        tensors = _tensors(snapshot.mapped(), *snapshot.header())
-        return cls(tensors, manifest.tensors)
+        return cls(tensors_of_file(snapshot.owner), manifest.tensors)
 
     def pairs(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor under its name."""
@@ -61,6 +72,15 @@ class PublishedVersion:
         """The tensor of that name itself; None if the version has none."""
         return self._tensors.get(name)
 
+    def damaged(self) -> list[str]:
+        """Names of tensors whose content is no longer that of their digest."""
+        found = digests_of(list(self.pairs()))
+        return [
+            name
+            for name, digest in zip(self._tensors, found, strict=True)
+            if digest.hex() != self.specs[name].digest
+        ]
+
     def advance(
         self, changes: Iterable[tuple[str, Changes]], specs: Mapping[str, TensorSpec]
     ) -> None:
@@ -68,7 +88,55 @@ class PublishedVersion:
         for name, some in changes:
             apply(some, self._tensors[name].view(-1))
         self.specs |= specs
-        self.digest = _version_digest(self.specs)
+        self.digest = version_digest(self.specs)
+
+
+class Scrubs:
+    """Reads the kept version again after every so many deltas.
+
+    A delta is proved from the version before. If the kept one has lost a bit, a change
+    of it may be missed. Whole versions start the count anew.
+
+    Args:
+        every: deltas from one scrub to the next; 0: no scrubs.
+
+    Raises:
+        ConfigError: this is no such number.
+
+    """
+
+    def __init__(self, every: int) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+            raise ConfigError(
+                f"delta_scrub_every is a number of deltas, or 0, got {every!r}"
+            )
+        self._every = every
+        self._num_deltas = 0
+
+    def is_due(self, *, is_delta: bool) -> bool:
+        """Count a version that was committed; whether the kept one is to be read."""
+        self._num_deltas = self._num_deltas + 1 if is_delta else 0
+        if not self._every or self._num_deltas < self._every:
+            return False
+        self._num_deltas = 0
+        return True
+
+    def is_sound(self, version: PublishedVersion, *, is_delta: bool) -> bool:
+        """Count a version that was committed; whether a delta may start from it."""
+        damaged = version.damaged() if self.is_due(is_delta=is_delta) else []
+        if damaged:
+            note_damage(damaged)
+        return not damaged
+
+
+def note_damage(names: Sequence[str]) -> None:
+    """Log that kept tensors have changed."""
+    logger.error(
+        "the next version is sent whole: what is kept of the last one has changed "
+        "since, in %d tensors (%s); is the memory of this host sound?",
+        len(names),
+        ", ".join(names[:3]),
+    )
 
 
 def digests_of(pairs: Sequence[tuple[str, torch.Tensor]]) -> list[ops.Digest]:
@@ -87,7 +155,8 @@ def digests_of(pairs: Sequence[tuple[str, torch.Tensor]]) -> list[ops.Digest]:
     return [found[name] for name, _ in pairs]
 
 
-def _version_digest(specs: Mapping[str, TensorSpec]) -> str:
+def version_digest(specs: Mapping[str, TensorSpec]) -> str:
+    """The digest of a version with these tensors, each of which has its digest."""
     return ops.manifest_digest(
         (spec.name, spec.dtype, spec.shape, _digest(spec)) for spec in specs.values()
     )
@@ -98,13 +167,17 @@ def _digest(spec: TensorSpec) -> ops.Digest:
     return ops.Digest.from_hex(spec.digest)
 
 
-def _tensors(
-    memory: mmap.mmap, header: Mapping[str, Any], start: int
-) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file that is mapped into memory."""
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
+def tensors_of_file(file: IO[bytes]) -> dict[str, torch.Tensor]:
+    """The tensors of a safetensors file, mapped: what is written there is in the file.
+
+    They are valid after the file is closed, too.
+    """
+    header, start = header_of(file)
+    whole = torch.frombuffer(mapped(file), dtype=torch.uint8)
     found = {}
     for name, entry in header.items():
+        if name == "__metadata__":
+            continue
         first, end = entry["data_offsets"]
         flat = whole[start + first : start + end]
         found[name] = flat.view(TORCH_DTYPES[entry["dtype"]]).view(entry["shape"])

@@ -46,16 +46,17 @@ from vllm.inflight.trainer.delta import (
 )
 from vllm.inflight.trainer.engine_clients import InProcessEngine, connect
 from vllm.inflight.trainer.http_client import Reply
+from vllm.inflight.trainer.kept_file import KeptFile
 from vllm.inflight.trainer.name_matching import AUTO, NameMatching
 from vllm.inflight.trainer.outcome import Outcome, note_unheard
 from vllm.inflight.trainer.publish_queue import ON_BUSY, PublishQueue, QueuedPublish
-from vllm.inflight.trainer.published import PublishedVersion
+from vllm.inflight.trainer.published import SCRUB_EVERY, PublishedVersion, Scrubs
 from vllm.inflight.trainer.retry import FIRST_DELAY_S, LAST_DELAY_S, RetryBudget
 from vllm.inflight.trainer.snapshot import Snapshot, sweep
 from vllm.inflight.trainer.sources import stream as sources
 from vllm.inflight.update import Manifest, PauseMode, check_label, check_subset, renamer
 
-WIRES = ("shm", "disk")
+WIRES = ("shm", "disk", "http")
 SHORT_S = 1.0
 """A server that does not answer in less than this may be well, and busy."""
 
@@ -80,6 +81,8 @@ class Publisher:
         directory: str | Path | None = None,
         digests: bool = True,
         delta: str = "auto",
+        delta_file: str | Path | None = None,
+        delta_scrub_every: int = SCRUB_EVERY,
         min_interval_s: float = 0.0,
         on_busy: str = "wait",
         deadline_s: float | None = None,
@@ -101,13 +104,19 @@ class Publisher:
             api_key: of the control routes; by default `VLLM_INFLIGHT_ADMIN_KEY`,
                 then `VLLM_API_KEY` of the environment.
             wire: `shm` hands tensors over in shared memory, on one host; `disk`
-                in a file of `directory`, which the engines see at the same path.
+                in a file of `directory`, which the engines see at the same path;
+                `http` in the bodies of requests, to servers on any host.
             directory: of wire `disk`, and of that only.
             digests: whether the engines shall check the content of every tensor.
             delta: whether to send only the elements that have changed since the last
                 commit: `auto` where that is less to send, `always`, or `off`. For
                 that, the last version stays in shared memory, or in `directory`. An
                 engine that serves another version gets the whole one. Needs `digests`.
+            delta_file: keeps the last version in this file, and not in memory. After a
+                restart of the trainer, the first publish reads it, and may be a delta.
+            delta_scrub_every: after so many deltas, the kept version is read again and
+                compared with its digests, which takes as long as a snapshot. If it has
+                changed, the next version is sent whole. 0: never.
             min_interval_s: least seconds from one commit to the next update.
             on_busy: while another update is under way, here or in an engine:
                 `wait` for it, `skip` this publish, or be replaced by the `latest`.
@@ -137,8 +146,15 @@ class Publisher:
         sources.check_source(source)
         self._source = source
         self._directory = None if directory is None else Path(directory)
+        self._in_bodies = wire == "http"
         self._digests = digests
         self._delta = delta if digests else "off"
+        self._kept_file: KeptFile | None = None
+        if delta_file is not None and self._delta != "off":
+            self._kept_file = KeptFile(Path(delta_file))
+        self._has_begun = False
+        """Whether the first publish has looked into the file."""
+        self._scrubs = Scrubs(delta_scrub_every)
         self._num_unsupported = 0
         self._base: PublishedVersion | None = None
         """The last version that every engine has committed, if a delta may start from
@@ -148,6 +164,10 @@ class Publisher:
         self._deadline_s = deadline_s
         self._progress = progress
         self._engines = connect(engines, api_key=api_key, loop=loop)
+        if self._in_bodies and any(
+            isinstance(e, InProcessEngine) for e in self._engines
+        ):
+            raise ConfigError("wire='http' is for servers, given by their URLs")
         self._naming: NameMatching | None = None
         if isinstance(name_map, str):
             if name_map != AUTO:
@@ -476,6 +496,8 @@ class Publisher:
 
     def _let_go(self) -> None:
         self._base = None
+        if self._kept_file is not None:
+            self._kept_file.close()
         for engine in self._engines:
             engine.close()
 
@@ -521,9 +543,13 @@ class Publisher:
         While another publish is under way, its version is not known to be served.
         """
         base, self._base = self._base, None
+        has_begun, self._has_begun = self._has_begun, True
         if job.subset or not self._queue.is_idle:
             return None
-        return base
+        # With `auto`, the names are not found out yet.
+        if has_begun or self._kept_file is None or self._naming is not None:
+            return base
+        return self._kept_file.read()
 
     def _take_snapshot(
         self,
@@ -574,7 +600,7 @@ class Publisher:
         try:
             if self._may_follow(job):
                 try:
-                    base = PublishedVersion.of_file(job.snapshot, job.manifest)
+                    base = self._kept(job)
                 except OSError as error:  # not every file system can map a file
                     logger.warning("the next version is sent whole: %s", error)
             job.snapshot.remove()
@@ -586,10 +612,14 @@ class Publisher:
         self._committed = time.monotonic()
         if job.delta is not None:
             self._num_unsupported = 0
-            base = job.delta.commit()
+            try:
+                base = job.delta.commit()
+            except Exception:  # the engines serve the version, whatever is kept here
+                logger.exception("the next version is sent whole")
         # Where an engine digests other tensors than were sent, no delta has its base.
         if base is not None and base.digest == replies[0]["digest"]:
-            self._base = base
+            is_sound = self._scrubs.is_sound(base, is_delta=job.delta is not None)
+            self._base = base if is_sound else None
         try:
             self._tell("commit", job.snapshot)
         except Exception as error:
@@ -616,6 +646,12 @@ class Publisher:
             seconds={name: round(value, 6) for name, value in parts.items()},
             mapped=job.mapped,
         )
+
+    def _kept(self, job: QueuedPublish) -> PublishedVersion:
+        """The version of a job, in memory or in the file of `delta_file`."""
+        if self._kept_file is not None:
+            return self._kept_file.take(job.snapshot, job.manifest)
+        return PublishedVersion.of_file(job.snapshot, job.manifest)
 
     def _stage(self, job: QueuedPublish) -> Coordinator | None:
         """The delivery, staged on every engine; None if it gave way."""
@@ -663,6 +699,7 @@ class Publisher:
                     version=job.version,
                     base_version=job.base_version,
                     deadline_s=self._deadline_s,
+                    in_bodies=self._in_bodies,
                 )
                 return delivery
             except EngineUnreachable as error:

@@ -77,7 +77,8 @@ class Snapshot:
         self.file = file
         self.num_bytes = num_bytes
         """The bytes of all tensors, without the header."""
-        self._owner = owner
+        self.owner = owner
+        """The open file, with a lock."""
         # The file is removed even if `remove` is never called. A forked child must not
         # remove its parent's file.
         self._removal = weakref.finalize(self, _remove, file, owner, os.getpid())
@@ -150,13 +151,11 @@ class Snapshot:
             if (to := name_map.get(name, name)) in renamed:
                 raise Malformed(f"two tensors of the source are called {to!r}")
             renamed[to] = entry
-        _write_header(self._owner, renamed, size)
+        _write_header(self.owner, renamed, size)
 
     def header(self) -> tuple[dict[str, Any], int]:
         """The entries of the file's header, and the header's size in bytes."""
-        self._owner.seek(0)
-        (length,) = struct.unpack("<Q", self._owner.read(8))
-        return json.loads(self._owner.read(length)), 8 + length
+        return header_of(self.owner)
 
     def manifest(
         self,
@@ -191,17 +190,25 @@ class Snapshot:
             step=step,
         )
 
-    def mapped(self) -> mmap.mmap:
-        """The file in memory; what is written there is in the file."""
-        memory = mmap.mmap(self._owner.fileno(), 0)
-        # A child that was forked would keep the memory, or change it.
-        if hasattr(mmap, "MADV_DONTFORK"):  # on Linux
-            memory.madvise(mmap.MADV_DONTFORK)
-        return memory
-
     def remove(self) -> None:
         """Remove the file. An engine that has opened it can read on."""
         self._removal()
+
+
+def header_of(file: IO[bytes]) -> tuple[dict[str, Any], int]:
+    """The entries of a safetensors file's header, and the header's size in bytes."""
+    file.seek(0)
+    (length,) = struct.unpack("<Q", file.read(8))
+    return json.loads(file.read(length)), 8 + length
+
+
+def mapped(file: IO[bytes]) -> mmap.mmap:
+    """A file in memory; what is written there is in the file."""
+    memory = mmap.mmap(file.fileno(), 0)
+    # A child that was forked would keep the memory, or change it.
+    if hasattr(mmap, "MADV_DONTFORK"):  # on Linux
+        memory.madvise(mmap.MADV_DONTFORK)
+    return memory
 
 
 def sweep(prefix: str | None = None, directory: Path | None = None) -> None:

@@ -21,6 +21,7 @@ from vllm.inflight.errors import (
     BaseMismatch,
     ConfigError,
     DeltaUnsupported,
+    InflightError,
 )
 from vllm.inflight.trainer.delta import (
     MOST_UNSUPPORTED,
@@ -29,7 +30,12 @@ from vllm.inflight.trainer.delta import (
     Delta,
     DeltaSearch,
 )
-from vllm.inflight.trainer.published import PublishedVersion, digests_of
+from vllm.inflight.trainer.published import (
+    SCRUB_EVERY,
+    PublishedVersion,
+    Scrubs,
+    digests_of,
+)
 from vllm.inflight.trainer.snapshot import check_tensor
 from vllm.inflight.transport.buckets.tensor_list import Pair
 from vllm.inflight.update import Manifest, TensorSpec
@@ -51,6 +57,55 @@ class Sent:
     """Bytes of the tensors that were sent."""
     search_s: float
     """Seconds to read the source, to find what has changed, and to digest it."""
+    gathered_bytes: int = 0
+    """With `delta_shards`, bytes of changes that other ranks have brought to rank 0."""
+
+
+class DeltaPolicy:
+    """Whether deltas are sent; engines that cannot apply them end that.
+
+    Args:
+        name: `auto`, `always` or `off`.
+        memory: where the last version is kept: `device`, or `host`.
+        client: the inference side; None on ranks that do not send.
+
+    Raises:
+        ConfigError: the policy or the memory is none of these, or deltas are to be sent
+            `always` and the client takes no manifest.
+
+    """
+
+    def __init__(self, name: str, memory: str, client: Any) -> None:
+        for value, option, choices in (
+            (name, "delta", POLICIES),
+            (memory, "delta_memory", MEMORIES),
+        ):
+            if value not in choices:
+                raise ConfigError(f"{option} must be one of {choices}, got {value!r}")
+        if name != "off" and client is not None and not _takes_manifest(client):
+            why = (
+                f"start_weight_update of {type(client).__name__} has no parameter "
+                "'manifest', which deltas need"
+            )
+            if name == "always":
+                raise ConfigError(why)
+            logger.warning("whole versions are sent: %s", why)
+            name = "off"
+        self.name = name
+        self._num_unsupported = 0
+
+    def note_rejected(self, error: InflightError) -> None:
+        """An engine has rejected a delta, and gets the whole version."""
+        level = logging.INFO if isinstance(error, BaseMismatch) else logging.WARNING
+        logger.log(level, "the whole version is sent in place of a delta: %s", error)
+        self._num_unsupported += isinstance(error, DeltaUnsupported)
+        if self._num_unsupported >= MOST_UNSUPPORTED:
+            self.name = "off"
+            logger.warning("whole versions are sent from now on")
+
+    def note_committed(self) -> None:
+        """A delta was committed."""
+        self._num_unsupported = 0
 
 
 class DeltaUpdates:
@@ -62,6 +117,7 @@ class DeltaUpdates:
         memory: where the last version is kept: `device`, or `host`.
         device: the device of the trainer's weights.
         transfer: runs one update.
+        scrub_every: deltas from one scrub of the kept version to the next; 0: none.
 
     Raises:
         ConfigError: the policy or the memory is none of these, or deltas are to be sent
@@ -76,24 +132,10 @@ class DeltaUpdates:
         memory: str,
         device: torch.device,
         transfer: Transfer,
+        scrub_every: int = SCRUB_EVERY,
     ) -> None:
-        for value, name, choices in (
-            (policy, "delta", POLICIES),
-            (memory, "delta_memory", MEMORIES),
-        ):
-            if value not in choices:
-                raise ConfigError(f"{name} must be one of {choices}, got {value!r}")
-        if policy != "off" and not _takes_manifest(client):
-            why = (
-                f"start_weight_update of {type(client).__name__} has no parameter "
-                "'manifest', which deltas need"
-            )
-            if policy == "always":
-                raise ConfigError(why)
-            logger.warning("whole versions are sent: %s", why)
-            policy = "off"
-        self.policy = policy
-        """May be changed between two updates."""
+        self._policy = DeltaPolicy(policy, memory, client)
+        self._scrubs = Scrubs(scrub_every)
         self.last: Sent | None = None
         """The last update that was committed with a manifest; None: there is none."""
         self._client = client
@@ -105,7 +147,15 @@ class DeltaUpdates:
         """The memory of the kept version; its content may be one that is not served."""
         self._base: PublishedVersion | None = None
         """The kept version, if the engines have confirmed it."""
-        self._num_unsupported = 0
+
+    @property
+    def policy(self) -> str:
+        """`auto`, `always` or `off`; may be changed between two updates."""
+        return self._policy.name
+
+    @policy.setter
+    def policy(self, name: str) -> None:
+        self._policy.name = name
 
     @property
     def are_wanted(self) -> bool:
@@ -155,16 +205,9 @@ class DeltaUpdates:
         try:
             self._transfer(delta.manifest(None).to_dict(), pairs)
         except OF_A_DELTA as error:
-            level = logging.INFO if isinstance(error, BaseMismatch) else logging.WARNING
-            logger.log(
-                level, "the whole version is sent in place of a delta: %s", error
-            )
-            self._num_unsupported += isinstance(error, DeltaUnsupported)
-            if self._num_unsupported >= MOST_UNSUPPORTED:
-                self.policy = "off"
-                logger.warning("whole versions are sent from now on")
+            self._policy.note_rejected(error)
             return False
-        self._num_unsupported = 0
+        self._policy.note_committed()
         self._confirm(delta.commit(), is_delta=True, pairs=pairs, search_s=search_s)
         return True
 
@@ -182,7 +225,8 @@ class DeltaUpdates:
         # Where an engine digests other tensors than were sent, no delta has its base.
         reply = getattr(self._client, "committed", None) or {}
         is_served = reply.get("digest", version.digest) == version.digest
-        self._base = version if is_served else None
+        is_sound = is_served and self._scrubs.is_sound(version, is_delta=is_delta)
+        self._base = version if is_sound else None
 
     def _keep(self, pairs: Iterable[Pair]) -> PublishedVersion:
         """Copy a whole version over the kept one."""

@@ -8,6 +8,7 @@ buffers too, no tensor twice, and sharded tensors gathered.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from vllm.inflight import upstream
 from vllm.inflight.releases.table import adapter
 from vllm.inflight.trainer.sources import stream as sources
+from vllm.inflight.trainer.sources.shards import OwnShard
 from vllm.inflight.update import renamer
 
 _Source: Any = adapter("weight source")
@@ -67,3 +69,13 @@ class Weights(_Source):
         """
         for name, tensor in sources.tensors(self._source):
             yield self._rename(name), tensor
+
+    def read_shards(self) -> list[OwnShard]:
+        """What this rank has of the tensors, without gathering; not collective.
+
+        Raises:
+            ConfigError: the tensors are not shared out in boxes.
+
+        """
+        found = sources.shards(self._source)
+        return [replace(shard, name=self._rename(shard.name)) for shard in found]

@@ -23,6 +23,7 @@ from vllm.inflight.api.control.from_disk import from_disk
 from vllm.inflight.api.control.methods import control_of
 from vllm.inflight.api.request.fields import Fields
 from vllm.inflight.api.request.schema import OPENING
+from vllm.inflight.calls import StartUpdate
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import InflightError, Malformed, PauseConflict
 from vllm.inflight.transport.sglang.checkpoint_engine import ZmqUpdateInfo, reject
@@ -182,6 +183,10 @@ async def update_weights_from_tensor(
 
     An entry is a safetensors file, or a pickle if the server was started for pickles.
     The tensors of a pickle may be CUDA IPC handles of the sender's GPU memory.
+
+    With `manifest` the tensors are a version, or a delta, and the call is all of its
+    update. With `chunk` they are a chunk of the update under way. With neither they are
+    SGLang's: a version, or a piece of one.
     """
     fields = _fields(body)
     entries = fields.take("serialized_named_tensors")
@@ -201,11 +206,28 @@ async def update_weights_from_tensor(
     stack = ExitStack()
     try:
         tensors = await asyncio.to_thread(stack.enter_context, spool)
-        commit = await commit_options(engine, control, fields)
-        label = fields.only("weight_version").get("weight_version")
         info: Any = tensors.infos
         replicas = engine.vllm_config.parallel_config.data_parallel_size
         info = info * replicas if len(info) > 1 else info[0]
+        chunk = fields.take("chunk")
+        if chunk is not None:
+            whose = fields.only("update_id", "owner")
+            reply = await control.update(info, chunk=chunk, **whose)
+            return _ok(reply, "chunk received")
+        commit = await commit_options(engine, control, fields)
+        options = fields.described(OPENING, "expect_digest")
+        if "manifest" in options:
+            digest = options.pop("expect_digest", None)
+            start = StartUpdate(transport=tensors.transport, **options)
+            finish = {"expect_digest": digest, **commit}
+            reply = await control.update_in_one_call([info], start=start, finish=finish)
+            return _ok(reply, "weights updated")
+        label = options.pop("weight_version", None)
+        if options:
+            raise Malformed(
+                f"{sorted(options)} are fields of an update with 'manifest'; a call "
+                "without it is a piece of a version"
+            )
         reply = await partial_updates.take(
             control,
             tensors.transport,

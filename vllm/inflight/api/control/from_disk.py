@@ -1,4 +1,4 @@
-"""An update from files, in one call. The host of every engine has to have the files."""
+"""An update in one call; from files, which the host of every engine has to have."""
 
 from __future__ import annotations
 

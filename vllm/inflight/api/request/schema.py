@@ -284,9 +284,19 @@ FIELDS: dict[str, dict[str, Schema]] = {
             {
                 "serialized_named_tensors": NAMES,
                 "load_format": {"enum": ["flattened_bucket"]},
-                "weight_version": LABEL,
-            }
+                "chunk": COUNT,
+                "expect_digest": TEXT,
+            },
+            chunk="Number of the chunk of the update `update_id`, from 0. With it the "
+            "call is that chunk alone. A chunk is received once, so the call may be "
+            "repeated.",
         ),
+        **OPENING,
+        "manifest": OPENING["manifest"]
+        | {
+            "description": "Which tensors the body has; see docs/protocol.md. With it "
+            "the call is a whole update, of a version or of a delta."
+        },
         **COMMITTING,
     },
     "/update_weights_from_ipc": {

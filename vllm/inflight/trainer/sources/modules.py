@@ -69,7 +69,7 @@ def module_tensors(module: torch.nn.Module) -> ModuleTensors:
     module = _unwrapped(module)
     if units := _flat_units(module):
         return _Flat(module, units)
-    return _Named(module)
+    return NamedTensors(module)
 
 
 @contextmanager
@@ -141,23 +141,23 @@ def untied(
         yield name, tensor
 
 
-class _Named:
+class NamedTensors:
     """Tensors under names of their own: whole, `DTensor`s, or parameters of ZeRO-3."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.model = module
         # Not detached: a parameter with two names must be one object.
-        self._tensors = _of_model(module, module.state_dict(keep_vars=True))
+        self.named = _of_model(module, module.state_dict(keep_vars=True))
         # ZeRO-3 gathers many small tensors as fast as one.
-        by_layer = any(hasattr(tensor, "ds_id") for tensor in self._tensors.values())
-        names = list(self._tensors)
+        by_layer = any(hasattr(tensor, "ds_id") for tensor in self.named.values())
+        names = list(self.named)
         self.parts = layers(names) if by_layer else [[name] for name in names]
 
     def facts(self, part: list[str]) -> dict[str, Fact]:
-        return {name: fact(self._tensors[name]) for name in part}
+        return {name: fact(self.named[name]) for name in part}
 
     def whole(self, parts: Iterable[list[str]]) -> Whole:
-        return whole({name: self._tensors[name] for part in parts for name in part})
+        return whole({name: self.named[name] for part in parts for name in part})
 
 
 class _Flat:

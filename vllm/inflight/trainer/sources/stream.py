@@ -21,12 +21,14 @@ from vllm.inflight.trainer.sources.checkpoint_layout import (
 from vllm.inflight.trainer.sources.modules import (
     Fact,
     ModuleTensors,
+    NamedTensors,
     cleaned,
     fact,
     module_tensors,
     untied,
     whole,
 )
+from vllm.inflight.trainer.sources.shards import OwnShard, own_shard
 
 Pair = tuple[str, torch.Tensor]
 Source = (
@@ -99,6 +101,30 @@ def facts(source: Source) -> Iterator[tuple[str, Fact]]:
         return
     for name, tensor in _checked(named):
         yield name, fact(tensor)
+
+
+def shards(source: Source) -> list[OwnShard]:
+    """What this rank has of the tensors that `tensors` yields; not collective.
+
+    Raises:
+        ConfigError: the source is not shared out in boxes, or its tensors are not sent
+            as they are in memory.
+        Malformed: an entry is not a named tensor, or cannot be sent.
+
+    """
+    named = _read(source)
+    if isinstance(named, torch.nn.Module):
+        module = module_tensors(named)
+        if not isinstance(module, NamedTensors) or _plan(module)[0] is not None:
+            raise ConfigError(
+                f"the tensors of {type(named).__name__} are not sent as its ranks have "
+                "them (FSDP1, or another layout in checkpoints); leave delta_shards out"
+            )
+        pairs: Iterable[Pair] = module.named.items()
+    else:
+        pairs = _checked(named)
+    found = (own_shard(name, tensor) for name, tensor in pairs)
+    return [shard for shard in found if shard is not None]
 
 
 def _of_module(source: torch.nn.Module, *, converts: bool = True) -> Iterator[Pair]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -15,16 +16,19 @@ import torch
 from vllm.inflight import upstream
 from vllm.inflight.errors import Cancelled
 from vllm.inflight.releases.table import adapter
+from vllm.inflight.trainer.published import SCRUB_EVERY
 from vllm.inflight.trainer.sources.stream import gathering
 from vllm.inflight.transport.buckets.sender import Sender
 from vllm.inflight.transport.buckets.tensor_list import Pair, TensorList
 from vllm.inflight.transport.buckets.tensor_slices import Shard
 from vllm.inflight.transport.collective.connect import open_group
 from vllm.inflight.transport.collective.rendezvous import Rendezvous
-from vllm.inflight.transport.delta_updates import DeltaUpdates
+from vllm.inflight.transport.delta_updates import DeltaPolicy, DeltaUpdates
 from vllm.inflight.transport.group import Terms
+from vllm.inflight.transport.shard_updates import ShardUpdates
 from vllm.inflight.transport.update_calls import UpdateCalls, update_of
 from vllm.inflight.transport.waiting import WaitLimit, in_background
+from vllm.inflight.update import TensorSpec
 
 
 @dataclass
@@ -52,6 +56,13 @@ class GlooTrainerInitInfo(upstream.TrainerInitInfo):
     weights for it."""
     delta_memory: str = "device"
     """Where that copy is: `device`, or `host`, where changes are then found too."""
+    delta_shards: bool = False
+    """Whether each rank of the trainer keeps a copy of its own shards and looks for
+    changes there, so that only changes are gathered. All ranks of torch's default group
+    have to set it, and rank 0 sends."""
+    delta_scrub_every: int = SCRUB_EVERY
+    """After so many deltas, the kept copy is read again and compared with its digests.
+    If it has changed, the next version is sent whole. 0: never."""
 
     @property
     def device(self) -> torch.device:
@@ -103,15 +114,29 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
         self.rank = init_info.rank
         self._info = init_info
         self._sender: Sender | None = None
-        self.deltas: DeltaUpdates | None = None
-        """Sends deltas; None on ranks that do not send."""
-        if self.is_sender:
+        self.deltas: DeltaUpdates | ShardUpdates | None = None
+        """Sends deltas; None on ranks that take no part in that."""
+        if init_info.delta_shards:
+            memory = init_info.delta_memory
+            on_host = memory == "host" or init_info.device.type == "cpu"
+            self.deltas = ShardUpdates(
+                init_info.rank,
+                DeltaPolicy(
+                    init_info.delta, memory, client if self.is_sender else None
+                ),
+                client,
+                torch.device("cpu") if on_host else init_info.device,
+                is_pinned=on_host and init_info.device.type == "cuda",
+                scrub_every=init_info.delta_scrub_every,
+            )
+        elif self.is_sender:
             self.deltas = DeltaUpdates(
                 client,
                 init_info.delta,
                 init_info.delta_memory,
                 init_info.device,
                 self._transfer,
+                init_info.delta_scrub_every,
             )
 
     @classmethod
@@ -157,16 +182,25 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
             tuple(tuple(fact.shape) for fact in facts),
             tuple(getattr(fact, "shard", None) for fact in facts),
         )
+        deltas = self.deltas
+        if isinstance(deltas, ShardUpdates) and deltas.are_wanted():
+            deltas.send(
+                self.source,
+                [_spec(fact) for fact in facts],
+                lambda: reader.tensors_of(self.source),
+                partial(self._transfer, whole=tensor_list),
+            )
+            return
         tensors = reader.tensors_of(self.source)
         if not self.is_sender:
             join_gathering(tensors)
             return
-        assert self.deltas is not None
         with gathering(tensors) as gathered:
-            if self.deltas.are_wanted and not any(tensor_list.shards):
-                self.deltas.send(gathered)
-                return
-            self.deltas.forget()
+            if isinstance(deltas, DeltaUpdates):
+                if deltas.are_wanted and not any(tensor_list.shards):
+                    deltas.send(gathered)
+                    return
+                deltas.forget()
             self._reconnect()
             with update_of(self.client) as calls:
                 self._send(tensor_list, gathered, calls)
@@ -177,11 +211,25 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
             self._sender.group.close()
             self._sender = None
 
-    def _transfer(self, manifest: dict[str, Any], pairs: list[Pair]) -> None:
-        """One update that has a manifest."""
+    def _transfer(
+        self,
+        manifest: dict[str, Any],
+        pairs: Iterable[Pair],
+        whole: TensorList | None = None,
+    ) -> None:
+        """One update that has a manifest.
+
+        Args:
+            manifest: of the update.
+            pairs: what to send: a list, or all tensors while they are gathered.
+            whole: lists all tensors.
+
+        """
         self._reconnect()
+        tensor_list = TensorList.of(pairs) if isinstance(pairs, list) else whole
+        assert tensor_list is not None
         with update_of(self.client, manifest) as calls:
-            self._send(TensorList.of(pairs), pairs, calls)
+            self._send(tensor_list, pairs, calls)
 
     def _reconnect(self) -> None:
         if self._sender is None or self._sender.group.ended is not None:
@@ -250,6 +298,12 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
         except BaseException:
             self.shutdown()
             raise
+
+
+def _spec(fact: upstream.ParamMeta) -> TensorSpec:
+    """The tensor as a manifest describes it, without its digest."""
+    dtype = str(fact.dtype).removeprefix("torch.")
+    return TensorSpec(fact.name, tuple(fact.shape), dtype)
 
 
 def join_gathering(source: Iterable[Pair]) -> None:

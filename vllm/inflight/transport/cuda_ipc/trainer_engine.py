@@ -14,6 +14,7 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.releases.table import adapter
+from vllm.inflight.trainer.published import SCRUB_EVERY
 from vllm.inflight.trainer.sources.stream import gathering
 from vllm.inflight.transport.buckets.tensor_list import Pair, TensorList
 from vllm.inflight.transport.collective.trainer_engine import join_gathering
@@ -42,6 +43,9 @@ class IpcTrainerInitInfo(upstream.TrainerInitInfo):
     """Whether to send only the elements that have changed since the last commit: `auto`
     where that is less to send, `always`, or `off`. Rank 0 keeps one more copy of the
     weights on its GPU for it."""
+    delta_scrub_every: int = SCRUB_EVERY
+    """After so many deltas, the kept copy is read again and compared with its digests.
+    If it has changed, the next version is sent whole. 0: never."""
 
 
 class IpcTrainer(upstream.TrainerWeightTransferEngine):
@@ -73,7 +77,12 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
             if device.type == "cuda":
                 device = torch.device("cuda", torch.cuda.current_device())
             self.deltas = DeltaUpdates(
-                client, init_info.delta, "device", device, self._transfer
+                client,
+                init_info.delta,
+                "device",
+                device,
+                self._transfer,
+                init_info.delta_scrub_every,
             )
 
     @classmethod

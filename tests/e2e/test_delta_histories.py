@@ -1,0 +1,292 @@
+"""Long histories of deltas and all else that changes weights, beside a model of them.
+
+The model is a dictionary of tensors for each version. After every move the engine has
+to serve just what the model says.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from vllm.config.weight_transfer import WeightTransferConfig
+
+from tests.support.deltas import delta_between, stepped
+from tests.support.engines.probe import greedy
+from tests.support.engines.unpacked import unpacked
+from tests.support.models.families import cpu_options
+from vllm.inflight import ops
+from vllm.inflight.errors import InflightError
+from vllm.inflight.trainer import Publisher
+from vllm.inflight.trainer.published import version_digest
+from vllm.inflight.update import TensorSpec
+
+pytestmark = pytest.mark.engine
+
+Tensors = dict[str, torch.Tensor]
+
+LENGTH = 60
+"""Moves of a history."""
+MOVES = {
+    **{"delta": 40, "rollback": 12, "damaged": 10, "nothing": 3, "whole": 3},
+    **{"subset": 3, "elsewhere": 3, "trainer again": 4, "sleep": 3},
+}
+"""What may come next, and how often of all."""
+DAMAGES = ("lost", "twice", "cut off", "other bits", "other base", "out of order")
+
+STAGING = {"inflight": {"staging": "delta", "delta_gib": 0.05}}
+
+
+def digest_of(weights: Tensors) -> str:
+    """The digest of a version."""
+    digests = ops.digest(list(weights.values()))
+    return version_digest(
+        {
+            name: TensorSpec(
+                name,
+                tuple(tensor.shape),
+                str(tensor.dtype).removeprefix("torch."),
+                digest.hex(),
+            )
+            for (name, tensor), digest in zip(weights.items(), digests, strict=True)
+        }
+    )
+
+
+class History:
+    """An engine, a trainer of it, and what they have to agree upon.
+
+    Args:
+        llm: the engine.
+        weights: of the first version.
+        folder: for files.
+        seed: decides about all moves.
+        may_sleep: whether the engine can.
+
+    """
+
+    def __init__(
+        self, llm: Any, weights: Tensors, folder: Path, seed: int, *, may_sleep: bool
+    ) -> None:
+        self._llm, self._folder, self._random = llm, folder, Random(seed)
+        self._moves = {m: n for m, n in MOVES.items() if may_sleep or m != "sleep"}
+        self.served, self._before = dict(weights), None
+        """What the engine has to serve, and may be rolled back to."""
+        self._next = dict(weights)
+        self.num_deltas = 0
+        self._to = self._trainer()
+        for _ in range(2):  # the digest of what an engine starts with is not known
+            self._publish()
+        self.num_deltas = 0
+
+    def _trainer(self) -> Publisher:
+        kept = self._folder / "kept.safetensors"
+        return Publisher(self._llm, lambda: self._next, delta_file=kept)
+
+    def _publish(self, **how: Any) -> Any:
+        outcome = self._to.publish(**how)
+        self._before, self.served = self.served, dict(self._next)
+        self.num_deltas += outcome.is_delta
+        return outcome
+
+    def move(self) -> str:
+        """Do what comes next; returns what it was."""
+        names, counts = zip(*self._moves.items(), strict=True)
+        (name,) = self._random.choices(names, counts)
+        getattr(self, "_" + name.replace(" ", "_"))()
+        return str(name)
+
+    def _step(self, share: float) -> Tensors:
+        return stepped(self.served, self._random.randrange(1 << 30), share)
+
+    def _delta(self) -> None:
+        self._next = self._step(self._random.choice((0.0005, 0.01, 0.05)))
+        self._publish()
+
+    def _nothing(self) -> None:
+        self._next = dict(self.served)
+        self._publish()
+
+    def _whole(self) -> None:
+        self._next = self._step(1.0)
+        assert not self._publish().is_delta
+
+    def _subset(self) -> None:
+        new = self._step(0.1)
+        # A layer's matrices may be one parameter of the engine.
+        layers = sorted({name.rpartition(".")[0].rpartition(".")[0] for name in new})
+        layer = self._random.choice(layers)
+        chosen = {n for n in new if n.rpartition(".")[0].rpartition(".")[0] == layer}
+        self._next = {n: new[n] for n in chosen}
+        self._to.publish(subset=sorted(chosen))
+        self._before, self.served = self.served, {**self.served, **self._next}
+        self._next = dict(self.served)
+
+    def _rollback(self) -> None:
+        if self._before is None:
+            return
+        self._to.rollback()
+        self.served, self._before = self._before, self.served
+
+    def _elsewhere(self) -> None:
+        """Another trainer's version."""
+        self._before, self.served = self.served, self._step(0.5)
+        file = self._folder / "elsewhere.safetensors"
+        save_file(self.served, file)
+        self._llm.update_weights_from_disk(str(file))
+
+    def _trainer_again(self) -> None:
+        self._to.close()
+        self._to = self._trainer()
+
+    def _sleep(self) -> None:
+        self._llm.sleep(level=1)
+        self._llm.wake_up()
+        self._before = None  # its memory was given back
+
+    def _damaged(self) -> None:
+        """A delta by hand that something happens to; then nothing changes."""
+        what = self._random.choice(DAMAGES)
+        options = {"max_part_bytes": 64 << 10, "values": "raw"}
+        base, new = digest_of(self.served), self._step(0.3)
+        manifest, parts = delta_between(self.served, new, base, **options)
+        chunks = [{name: parts[name].clone()} for name in parts]
+        at = self._random.randrange(len(chunks))
+        (name,) = chunks[at]
+        if what == "lost":
+            del chunks[at]
+        elif what == "twice":
+            chunks.insert(at, dict(chunks[at]))
+        elif what == "cut off":
+            chunks[at] = {name: parts[name][:-8].clone()}
+        elif what == "other bits":
+            chunks[at][name][len(parts[name]) // 2] ^= 1
+        elif what == "other base":
+            manifest["base"] = digest_of(new)
+        else:
+            self._random.shuffle(chunks)
+        try:
+            update_id = self._llm.start_weight_update(manifest=manifest)["update_id"]
+            try:
+                file = self._folder / "chunk.safetensors"
+                for chunk in chunks:
+                    save_file(chunk, file)
+                    info = {"update_info": {"path": str(file)}}
+                    self._llm.update_weights(info, update_id=update_id)
+                self._llm.finish_weight_update(update_id=update_id)
+            except InflightError:
+                if self._llm.weight_update_status()["active"] is not None:
+                    self._llm.abort_weight_update(update_id=update_id)
+                raise
+        except InflightError as error:
+            assert what != "out of order", error
+            self._before = None  # it may have been written over
+            return
+        # A bit may be one of the padding. Then the delta leads to the same version.
+        assert what in ("out of order", "other bits")
+        self._before, self.served = self.served, new
+
+    def check(self, what: object) -> None:
+        """The engine serves what it has to."""
+        assert self._llm.weight_info()["digest"] == digest_of(self.served), what
+        assert self._llm.weight_update_status()["active"] is None, what
+
+    def close(self) -> None:
+        """Compare with the same version sent whole: tokens, and live weights."""
+        self._to.close()
+        said, scrubbed = greedy(self._llm), self._llm.verify_weights()["result"]
+        with Publisher(self._llm, lambda: self.served, delta="off") as to:
+            to.publish()
+        assert greedy(self._llm) == said
+        assert scrubbed == "equal"
+
+
+@pytest.fixture(scope="module", params=["second set", "delta staging"])
+def engine(
+    request: pytest.FixtureRequest,
+    start: Callable[..., Any],
+    checkpoint: Callable[..., Path],
+) -> Iterator[tuple[Callable[..., Any], bool]]:
+    """Starts an engine, and whether it can sleep."""
+    is_log = request.param == "delta staging"
+
+    def made(**options: Any) -> Any:
+        family = options.pop("family", None)
+        shape = {} if family is None else {"family": family}
+        options |= {} if family is None else cpu_options(family)
+        options |= {"additional_config": STAGING} if is_log else {}
+        local = WeightTransferConfig(backend="local")
+        folder = checkpoint(0, **shape)
+        return start(folder, weight_transfer_config=local, **options), folder
+
+    with unpacked() if is_log else nullcontext():
+        yield made, not is_log
+
+
+def weights_of(folder: Path) -> Tensors:
+    """All tensors of a checkpoint."""
+    files = folder.glob("*.safetensors")
+    return {name: t for file in files for name, t in load_file(file).items()}
+
+
+def played(llm: Any, history: History, length: int) -> None:
+    moves: list[str] = []
+    history.check("the first version")
+    for _ in range(length):
+        moves.append(history.move())
+        history.check(moves)
+    history.close()
+
+
+@pytest.fixture(scope="module")
+def tiny(engine: tuple[Callable[..., Any], bool]) -> tuple[Any, Path, bool]:
+    made, may_sleep = engine
+    llm, folder = made()
+    llm.llm_engine.vllm_config.model_config.enable_sleep_mode = may_sleep
+    return llm, folder, may_sleep
+
+
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 12))]
+)
+def test_a_history_is_that_of_its_model(
+    tiny: tuple[Any, Path, bool], tmp_path: Path, seed: int
+) -> None:
+    llm, folder, may_sleep = tiny
+    weights = weights_of(folder)
+    played(llm, History(llm, weights, tmp_path, seed, may_sleep=may_sleep), LENGTH)
+
+
+def test_a_chain_of_fifty_deltas_with_rollbacks_between_them(
+    tiny: tuple[Any, Path, bool], tmp_path: Path
+) -> None:
+    llm, folder, _ = tiny
+    history = History(llm, weights_of(folder), tmp_path, 0, may_sleep=False)
+    for number in range(50):
+        history._delta()
+        history.check(number)
+        if number % 7 == 3:
+            for _ in range(2):
+                history._rollback()
+                history.check(number)
+    assert history.num_deltas == 50
+    history.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_eager", [True, False], ids=["eager", "compiled"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "phi3", "gpt2", "olmo3"])
+def test_families_have_histories_too(
+    engine: tuple[Callable[..., Any], bool],
+    tmp_path: Path,
+    family: str,
+    is_eager: bool,
+) -> None:
+    made, _ = engine
+    llm, folder = made(family=family, enforce_eager=is_eager)
+    weights = weights_of(folder)
+    played(llm, History(llm, weights, tmp_path, 5, may_sleep=False), LENGTH)

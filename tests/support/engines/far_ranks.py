@@ -1,0 +1,100 @@
+"""A trainer of several ranks, each in a process of its own with its shards alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from benchmarks.gpu.trainer import Client
+from tests.support.engines.far_trainer import FarTrainer
+from tests.support.ports import free_port
+from tests.support.preloaded_process import nursery
+from tests.support.transports.peers import HOST
+from vllm.inflight.errors import InflightError
+from vllm.inflight.transport.collective.trainer_engine import GlooTrainerInitInfo
+from vllm.inflight.transport.weight_source import Weights
+
+BY_COLUMN = "o_proj", "down_proj"
+"""Cut along dimension 1, as row-parallel layers are."""
+
+
+def run(pipe: Any, rank: int, size: int, folder: str, common: dict[str, Any]) -> None:
+    """The process of one rank: joins, then sends what it is told to."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    place = {"rank": rank, "world_size": size}
+    dist.init_process_group("gloo", init_method=common.pop("store"), **place)
+    mesh = init_device_mesh("cpu", (size,))
+
+    def shards(of: str) -> dict[str, torch.Tensor]:
+        return {
+            name: distribute_tensor(
+                tensor, mesh, [Shard(int(any(one in name for one in BY_COLUMN)))]
+            )
+            for name, tensor in load_file(Path(of, "model.safetensors")).items()
+        }
+
+    kept = shards(folder)
+    info = GlooTrainerInitInfo(rank=rank, delta="auto", delta_shards=True, **common)
+    client = Client(pipe) if rank == 0 else None
+    engine = WeightTransferTrainerFactory.trainer_init(
+        info, client=client, source=Weights(kept)
+    )
+    pipe.send(("done", None))
+    while True:
+        for name, tensor in shards(pipe.recv()[0]).items():
+            kept[name].to_local().copy_(tensor.to_local())
+        try:
+            engine.send_weights()
+        except InflightError as error:
+            pipe.send(("failed", error))
+            continue
+        pipe.send(("done", engine.deltas.last))
+
+
+class FarRanks(FarTrainer):
+    """The test's end of it; `with` ends all of the processes.
+
+    Args:
+        llm: the engine that takes its weights, in this process.
+        folder: the first checkpoint that the ranks have.
+        size: how many there are.
+
+    """
+
+    def __init__(self, llm: Any, folder: Path, store: Path, size: int) -> None:
+        self._llm, self.silent = llm, nursery.Event()
+        common = {"master_address": HOST, "master_port": free_port(), "world_size": 2}
+        common |= {"bucket_bytes": 1 << 16, "store": f"file://{store}"}
+        self._pipes, self._processes = [], []
+        for rank in range(size):
+            pipe, theirs = nursery.Pipe()
+            arguments = theirs, rank, size, str(folder), common
+            process = nursery.Process(target=run, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(pipe)
+            self._processes.append(process)
+        self._pipe = self._pipes[0]
+
+    def send(self, folder: Path) -> Any:
+        for pipe in self._pipes:
+            pipe.send((str(folder), False))
+        return self._attend()
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    def _attend(self) -> Any:
+        sent = super()._attend()
+        for pipe in self._pipes[1:]:
+            assert pipe.recv() == ("done", None)
+        return sent

@@ -1,0 +1,328 @@
+"""Updates of a trainer engine as deltas that all ranks of the trainer look for.
+
+Every rank keeps and compares its own shards, and only changes travel to rank 0, which
+sends. All ranks call `send` for each update. Rank 0 tells the others how it goes on,
+and whether the engines have committed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from math import prod
+from typing import Any, Protocol
+
+import torch
+
+from vllm.inflight.delta.part import Part
+from vllm.inflight.delta.parts import named
+from vllm.inflight.errors import ConfigError
+from vllm.inflight.trainer.delta import OF_A_DELTA, WHOLE_FROM
+from vllm.inflight.trainer.published import SCRUB_EVERY, version_digest
+from vllm.inflight.trainer.shard_search import (
+    ShardedVersion,
+    ShardReport,
+    ShardSearch,
+    no_change,
+    smallest,
+)
+from vllm.inflight.trainer.sources.shards import OwnShard
+from vllm.inflight.trainer.sources.stream import gathering
+from vllm.inflight.transport.buckets.tensor_list import Pair
+from vllm.inflight.transport.delta_updates import DeltaPolicy, Sent
+from vllm.inflight.transport.trainer_ranks import TrainerRanks
+from vllm.inflight.update import Manifest, TensorSpec
+
+logger = logging.getLogger(__name__)
+
+Transfer = Callable[[dict[str, Any], Iterable[Pair]], None]
+"""Has the engines commit one update: its manifest, and the tensors to send."""
+
+
+class Way(Enum):
+    """What rank 0 tells the others."""
+
+    SEARCH = "search"
+    """Look for changes."""
+    PLAIN = "plain"
+    """This update has no manifest, so no delta may start from it."""
+    DELTA = "delta"
+    """Send the changes to rank 0."""
+    WHOLE = "whole"
+    """Gather all tensors."""
+    COMMITTED = "committed"
+    FAILED = "failed"
+
+
+class ShardSource(Protocol):
+    """A source whose ranks can be asked for their own shards; see `Weights`."""
+
+    def read_shards(self) -> list[OwnShard]:
+        """What this rank answers for, without gathering."""
+        ...
+
+
+class ShardUpdates:
+    """Sends versions, as deltas where it can; one object on every rank.
+
+    Args:
+        rank: of this process, in the init info and in torch's group.
+        policy: whether deltas are sent; that of rank 0 counts.
+        client: the inference side, on rank 0.
+        device: where shards are kept and compared.
+        is_pinned: whether they are kept in page-locked memory.
+        scrub_every: deltas from one scrub of the kept shards to the next; 0: none.
+
+    Raises:
+        ConfigError: there is no group of `torch.distributed` with this rank.
+
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        policy: DeltaPolicy,
+        client: Any,
+        device: torch.device,
+        *,
+        is_pinned: bool,
+        scrub_every: int = SCRUB_EVERY,
+    ) -> None:
+        self._ranks = TrainerRanks(rank)
+        self._policy = policy
+        self._client = client
+        self._device = device
+        self._search = ShardSearch(device, is_pinned=is_pinned, scrub_every=scrub_every)
+        self.last: Sent | None = None
+        """On rank 0: the last update that was committed with a manifest."""
+        self._version: ShardedVersion | None = None
+        self._base: str | None = None
+        """The digest of the version that the ranks keep, if it is served."""
+
+    @property
+    def policy(self) -> str:
+        """`auto`, `always` or `off`; may be changed on rank 0 between two updates."""
+        return self._policy.name
+
+    @policy.setter
+    def policy(self, name: str) -> None:
+        self._policy.name = name
+
+    def are_wanted(self) -> bool:
+        """Whether the next update goes through here. Collective."""
+        is_subset = getattr(self._client, "is_subset_announced", False)
+        wants = self.policy != "off" and not is_subset
+        if self._ranks.told(Way.SEARCH if wants else Way.PLAIN) is Way.SEARCH:
+            return True
+        self._forget()
+        return False
+
+    def send(
+        self,
+        source: ShardSource,
+        facts: Sequence[TensorSpec],
+        gather: Callable[[], Iterable[Pair]],
+        transfer: Transfer,
+    ) -> None:
+        """Run one update: a delta, or the whole version. Collective.
+
+        Args:
+            source: the weights.
+            facts: name, shape and dtype of every tensor.
+            gather: reads all tensors, whole. Collective.
+            transfer: runs one update; on rank 0 alone.
+
+        Raises:
+            ConfigError: the source has no shards, or they do not make up its tensors.
+                All ranks raise it.
+            InflightError: on rank 0, what an engine refused. It serves what it served.
+
+        """
+        began = time.perf_counter()
+        shards, report = self._found(source)
+        if self._ranks.is_first:
+            self._lead(shards, report, facts, gather, transfer, began)
+        else:
+            self._follow(shards, report, gather)
+
+    def _found(self, source: ShardSource) -> tuple[list[OwnShard], ShardReport | str]:
+        """The shards of this rank and what was found, or why there is nothing."""
+        if not hasattr(source, "read_shards"):
+            return [], (
+                f"{type(source).__name__} has no read_shards; with delta_shards the "
+                "source is a Weights of this package, or has that method"
+            )
+        try:
+            shards = source.read_shards()
+            return shards, self._search.find(shards, self._policy.name)
+        except Exception as error:
+            logger.exception("this rank could not look for changes")
+            return [], str(error)
+
+    def _follow(
+        self,
+        shards: Sequence[OwnShard],
+        report: ShardReport | str,
+        gather: Callable[[], Iterable[Pair]],
+    ) -> None:
+        """The part of a rank that does not send."""
+        self._ranks.gathered(report)
+        way, why, left = self._ranks.told()
+        if way is Way.FAILED:
+            self._forget()
+            raise ConfigError(why)
+        assert isinstance(report, ShardReport)
+        if report.boxes is not None:
+            self._search.leave(left[self._ranks.number])
+        is_delta = way is Way.DELTA
+        if is_delta:
+            self._ranks.gathered_parts(self._search.parts, (), self._device)
+            way = self._ranks.told()
+        if way is Way.WHOLE:
+            is_delta = False
+            for _ in gather():
+                pass
+            way = self._ranks.told()
+        self._settle(way, shards, report, is_delta=is_delta)
+
+    def _lead(
+        self,
+        shards: Sequence[OwnShard],
+        report: ShardReport | str,
+        facts: Sequence[TensorSpec],
+        gather: Callable[[], Iterable[Pair]],
+        transfer: Transfer,
+        began: float,
+    ) -> None:
+        """The part of rank 0."""
+        reports = self._ranks.gathered(report)
+        assert reports is not None
+        try:
+            found = _sound(reports)
+            version = ShardedVersion.after(self._version, found, facts)
+        except Exception as error:
+            self._ranks.told((Way.FAILED, str(error), ()))
+            self._forget()
+            raise
+        left = version.left(found)
+        if found[0].boxes is not None:
+            self._search.leave(left[0])
+        is_delta, num_gathered = False, 0
+        is_tried = self._is_cheap(found, version)
+        self._ranks.told((Way.DELTA if is_tried else Way.WHOLE, "", left))
+        if is_tried:
+            sizes = [one.part_sizes for one in found]
+            parts = self._ranks.gathered_parts(self._search.parts, sizes, self._device)
+            num_gathered = sum(sum(pair) for some in sizes[1:] for pair in some)
+            with self._telling_failure():
+                manifest, pairs = self._delta(version, found, parts)
+                search_s = time.perf_counter() - began
+                is_delta = self._was_sent(manifest, pairs, transfer)
+            num_bytes = sum(tensor.nbytes for _, tensor in pairs)
+        if not is_delta:
+            self._base = None
+            if is_tried:
+                self._ranks.told(Way.WHOLE)
+            search_s = time.perf_counter() - began
+            with self._telling_failure(), gathering(gather()) as gathered:
+                transfer(Manifest(version.specs).to_dict(), gathered)
+            num_bytes = sum(map(_num_bytes, version.specs.values()))
+        self.last = Sent(is_delta, num_bytes, search_s, num_gathered)
+        digest = version_digest(version.specs)
+        # Where an engine digests other tensors than were sent, no delta has its base.
+        reply = getattr(self._client, "committed", None) or {}
+        self._base = digest if reply.get("digest", digest) == digest else None
+        self._version = version
+        self._ranks.told(Way.COMMITTED)
+        self._settle(Way.COMMITTED, shards, found[0], is_delta=is_delta)
+
+    def _settle(
+        self,
+        way: Way,
+        shards: Sequence[OwnShard],
+        report: ShardReport,
+        *,
+        is_delta: bool,
+    ) -> None:
+        """Keep what is served now. After a delta that failed, that is what it was."""
+        if way is Way.COMMITTED:
+            self._search.keep(shards, report, is_all=not is_delta)
+        elif not is_delta:
+            self._search.forget()
+
+    def _is_cheap(
+        self, reports: Sequence[ShardReport], version: ShardedVersion
+    ) -> bool:
+        """Whether there is a delta, and it is to be sent."""
+        if self._base is None or any(one.changed is None for one in reports):
+            return False
+        num_bytes = sum(sum(pair) for one in reports for pair in one.part_sizes)
+        whole = sum(map(_num_bytes, version.specs.values()))
+        return self.policy != "auto" or num_bytes < WHOLE_FROM * whole
+
+    def _delta(
+        self,
+        version: ShardedVersion,
+        reports: Sequence[ShardReport],
+        parts: Sequence[Sequence[Part]],
+    ) -> tuple[dict[str, Any], list[Pair]]:
+        """The manifest and the tensors of a delta."""
+        changed = [one.changed or [] for one in reports]
+        some = {name for names in changed for name in names}
+        names = [name for name in version.specs if name in some]
+        if names:
+            made = list(version.merged(names, changed, parts))
+        else:
+            names = [smallest(version.specs).name]
+            made = no_change(version.specs, self._device)
+        specs = {name: version.specs[name] for name in names}
+        return Manifest(specs, base=self._base).to_dict(), list(named(made))
+
+    def _was_sent(
+        self, manifest: dict[str, Any], pairs: list[Pair], transfer: Transfer
+    ) -> bool:
+        """Send a delta; False if the version has to be sent whole."""
+        try:
+            transfer(manifest, pairs)
+        except OF_A_DELTA as error:
+            self._policy.note_rejected(error)
+            return False
+        self._policy.note_committed()
+        return True
+
+    @contextmanager
+    def _telling_failure(self) -> Iterator[None]:
+        """Tell the other ranks if the body fails, or they would wait."""
+        try:
+            yield
+        except BaseException:
+            self._ranks.told(Way.FAILED)
+            self._settle(Way.FAILED, (), ShardReport(), is_delta=self._base is not None)
+            raise
+
+    def _forget(self) -> None:
+        self._base = self._version = None
+        self._search.forget()
+
+
+def _sound(reports: Iterable[ShardReport | str]) -> list[ShardReport]:
+    """The reports, if every rank has one.
+
+    Raises:
+        ConfigError: a rank has none; the message says why.
+
+    """
+    found = []
+    for rank, report in enumerate(reports):
+        if isinstance(report, str):
+            raise ConfigError(f"rank {rank} of the trainer: {report}")
+        found.append(report)
+    return found
+
+
+def _num_bytes(spec: TensorSpec) -> int:
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return prod(spec.shape) * dtype.itemsize
