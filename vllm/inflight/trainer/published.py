@@ -91,7 +91,7 @@ class PublishedVersion:
         self.digest = version_digest(self.specs)
 
 
-class Scrubs:
+class KeptScrubs:
     """Reads the kept version again after every so many deltas.
 
     A delta is proved from the version before. If the kept one has lost a bit, a change

@@ -50,7 +50,7 @@ from vllm.inflight.trainer.kept_file import KeptFile
 from vllm.inflight.trainer.name_matching import AUTO, NameMatching
 from vllm.inflight.trainer.outcome import Outcome, note_unheard
 from vllm.inflight.trainer.publish_queue import ON_BUSY, PublishQueue, QueuedPublish
-from vllm.inflight.trainer.published import SCRUB_EVERY, PublishedVersion, Scrubs
+from vllm.inflight.trainer.published import SCRUB_EVERY, KeptScrubs, PublishedVersion
 from vllm.inflight.trainer.retry import FIRST_DELAY_S, LAST_DELAY_S, RetryBudget
 from vllm.inflight.trainer.snapshot import Snapshot, sweep
 from vllm.inflight.trainer.sources import stream as sources
@@ -154,7 +154,7 @@ class Publisher:
             self._kept_file = KeptFile(Path(delta_file))
         self._has_begun = False
         """Whether the first publish has looked into the file."""
-        self._scrubs = Scrubs(delta_scrub_every)
+        self._scrubs = KeptScrubs(delta_scrub_every)
         self._num_unsupported = 0
         self._base: PublishedVersion | None = None
         """The last version that every engine has committed, if a delta may start from

@@ -21,7 +21,7 @@ from vllm.inflight.delta.part import Part
 from vllm.inflight.errors import ConfigError
 from vllm.inflight.ops import Digest
 from vllm.inflight.trainer.delta import LOOKED_AT_BYTES, WHOLE_FROM, batch_bytes
-from vllm.inflight.trainer.published import SCRUB_EVERY, Scrubs, note_damage
+from vllm.inflight.trainer.published import SCRUB_EVERY, KeptScrubs, note_damage
 from vllm.inflight.trainer.sources.shards import Box, OwnShard
 from vllm.inflight.update import TensorSpec
 
@@ -62,7 +62,7 @@ class ShardSearch:
         scrub_every: int = SCRUB_EVERY,
     ) -> None:
         self._device, self._is_pinned = device, is_pinned
-        self._scrubs = Scrubs(scrub_every)
+        self._scrubs = KeptScrubs(scrub_every)
         self._digests: dict[str, Digest] = {}
         """Of the kept shards."""
         self._kept: dict[str, torch.Tensor] = {}

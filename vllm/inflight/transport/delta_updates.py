@@ -32,8 +32,8 @@ from vllm.inflight.trainer.delta import (
 )
 from vllm.inflight.trainer.published import (
     SCRUB_EVERY,
+    KeptScrubs,
     PublishedVersion,
-    Scrubs,
     digests_of,
 )
 from vllm.inflight.trainer.snapshot import check_tensor
@@ -135,7 +135,7 @@ class DeltaUpdates:
         scrub_every: int = SCRUB_EVERY,
     ) -> None:
         self._policy = DeltaPolicy(policy, memory, client)
-        self._scrubs = Scrubs(scrub_every)
+        self._scrubs = KeptScrubs(scrub_every)
         self.last: Sent | None = None
         """The last update that was committed with a manifest; None: there is none."""
         self._client = client
