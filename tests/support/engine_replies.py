@@ -78,6 +78,13 @@ def record(core: Any, folder: Path) -> dict[str, Any]:
     ask("rollback", rollback_id="r")
     ask("undo", rollback_id="r")
     ask("rename", weight_version="w")
+    steps = [
+        ("start", {"update_id": "a", "transport": "local"}),
+        ("receive", {"update_id": "a", "update_info": {"path": str(folder)}}),
+        ("prepare", {"update_id": "a"}),
+    ]
+    ask("advance", calls=steps)
+    call(core, "abort", update_id="a")
     call(core, "start", update_id="v", transport="local")
     ask("abort", update_id="v")
     return replies
