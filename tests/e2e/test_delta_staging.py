@@ -374,6 +374,11 @@ def test_an_update_larger_than_the_log_goes_on_in_host_memory(
     start, old, new, fresh, weights, tmp_path
 ):
     llm = delta_engine(start, old, inflight=OVERFLOWING)
+    updates_go_on_in_host_memory(llm, old, new, fresh, weights, tmp_path)
+
+
+def updates_go_on_in_host_memory(llm, old, new, fresh, weights, tmp_path) -> None:
+    """Whole versions, rollbacks and deltas of an engine with a small log."""
     log, first = shadow_of(llm).log, greedy(llm)
     assert log.host_bytes == 0
     for _ in range(2):

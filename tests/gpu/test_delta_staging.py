@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.e2e.test_delta_staging import (  # noqa: F401 (tests, run here on a GPU)
+    OVERFLOWING,
     delta_engine,
     on_old,
     sent,
@@ -31,7 +32,6 @@ from tests.e2e.test_delta_staging import (  # noqa: F401 (tests, run here on a G
     test_after_another_trainers_version_the_whole_one_is_sent,
     test_an_aborted_update_changes_nothing,
     test_an_element_that_others_wrote_while_it_was_staged_stops_the_commit,
-    test_an_update_larger_than_the_log_goes_on_in_host_memory,
     test_an_update_that_ends_before_it_is_staged_keeps_the_way_back,
     test_nan_is_rejected_and_changes_nothing,
     test_one_tensor_of_a_fused_parameter_may_change_alone,
@@ -42,6 +42,7 @@ from tests.e2e.test_delta_staging import (  # noqa: F401 (tests, run here on a G
     test_when_most_has_changed_the_whole_version_is_sent,
     test_whole_versions_and_rollbacks_equal_a_fresh_engine,
     tokens,
+    updates_go_on_in_host_memory,
     weights,
     worker_of,
 )
@@ -96,7 +97,7 @@ def test_every_tensor_is_logged_by_the_kernel_and_none_by_its_loader(llm) -> Non
 def test_auto_takes_a_log_where_two_sets_leave_no_room(
     start: Callable[..., Any], old: Path, new: Path, fresh: Any, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(placement, "LEAST_SHARE", 2.0)
+    monkeypatch.setattr(placement, "_lack_of_room", lambda *_: "there is no room")
     options = {"enforce_eager": False, "inflight": {"delta_gib": 0.01}}
     llm = delta_engine(start, old, **options)
     shadow = shadow_of(llm)
@@ -106,6 +107,13 @@ def test_auto_takes_a_log_where_two_sets_leave_no_room(
     assert greedy(llm) == fresh
     llm.rollback_weights()
     assert greedy(llm) == first
+
+
+def test_an_update_larger_than_the_log_goes_on_in_host_memory(
+    start, old, new, fresh, weights, tmp_path
+) -> None:
+    llm = delta_engine(start, old, inflight=OVERFLOWING, enforce_eager=False)
+    updates_go_on_in_host_memory(llm, old, new, fresh, weights, tmp_path)
 
 
 def test_a_small_log_takes_small_changes_alone(start, old, new) -> None:
