@@ -306,21 +306,6 @@ def test_a_call_of_the_workers_that_writes_ends_the_update_and_the_next_one_is_w
     assert on_old.verify_weights()["result"] == "equal"
 
 
-def test_a_delta_has_the_drift_of_the_same_version_sent_whole(
-    on_old, weights, tmp_path
-):
-    core = on_old.llm_engine.engine_core.engine_core
-    drifts = []
-    for delta in ("auto", "off", "auto"):
-        bits = dict(weights)
-        with Publisher(on_old, lambda: bits, delta=delta) as to:  # noqa: B023
-            to.publish("before")
-            bits = stepped(weights, 4, share=0.05)
-            assert to.publish("after").is_delta == (delta == "auto")
-            drifts.append(core.vllm_inflight.live_version.drift)
-    assert drifts[0] == drifts[1] == drifts[2] > 0
-
-
 def fail_as_it_writes(worker: Any) -> None:
     for param in list(worker.model_runner.get_model().parameters())[::2]:
         param.data.fill_(7.0)

@@ -224,7 +224,7 @@ def test_worker_methods_of_the_users_own_extension_are_called_unchanged(
     ):
         assert llm.collective_rpc(method, args=args) == ["the user's"]
     assert CALLED == ["init", "init", "receive", "receive", "close"]
-    nothing = {"active": None, "outcomes": [], "rollback": None}
+    nothing = {"active": None, "outcomes": [], "rollback": None, "pause_detail": None}
     assert llm.weight_update_status() == nothing
 
 

@@ -47,12 +47,11 @@ def test_decoding_goes_on_while_a_version_that_is_paused_for_is_staged(
 
         monkeypatch.setattr(Control, name, noted)
 
-    for name in ("start", "update", "finish"):
+    for name in ("update", "finish"):
         noting(name)
     path = str(folders["new"])
     door.post("/update_weights_from_disk", model_path=path, keep_pause=True)
     assert seen == [
-        *[("start", False)] * 2,
         *[("update", False)] * 2,
         *[("finish", True)] * 2,
     ]

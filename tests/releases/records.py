@@ -220,6 +220,12 @@ SETTLED = [
         before="0.32.0",
     ),
     Settled(
+        check="words",
+        subject="aux_output_config",
+        how="it is read with a default; there, the flag is the model's",
+        before="0.31.0",
+    ),
+    Settled(
         check="code",
         subject="vllm.model_executor.utils:replace_parameter",
         how="it copies where it replaced; the tests of quantised models and of derived "

@@ -293,20 +293,6 @@ def test_an_update_has_all_of_the_log_once_the_way_back_is_given_up(num_before: 
     assert log.reserve(name, 400, 4) is None
 
 
-@pytest.mark.parametrize("is_turned", [False, True])
-def test_a_log_tells_what_any_place_will_hold(short_blocks: None, is_turned: bool):
-    live = parameters()
-    log, new = logged(live, capacity=4096, host_capacity=1 << 16)
-    if is_turned:  # the order in which a turned matrix is logged
-        for stretch in log.stretches:
-            for memory in (stretch.offsets, stretch.bits):
-                memory.copy_(memory.flip(0))
-    places = scattered(2900, 0.2, 9)
-    for name, param in live.items():
-        served = bits_of(param)[places]
-        assert torch.equal(log.bits_at(name, places, served), new[name][places])
-
-
 def test_a_log_with_room_takes_no_host_memory():
     log, _ = logged(parameters(), host_capacity=1 << 20)
     assert log.host_bytes == 0

@@ -297,12 +297,13 @@ class DeltaWriter:
         elements(self._new[found.param], new.dtype)[found.offsets] = new
 
     def _samples(self) -> Samples | None:
-        """Samples of the changed tensors, as they will be served.
+        """Samples of the changed tensors, read from the shadow weights.
 
-        None if this rank does not serve the whole of one of them. With delta staging
-        the new elements are read from the log, and the others from the live weights.
+        None if this rank does not serve the whole of one of them. None as well with
+        delta staging, where the new tensors are nowhere as a whole.
         """
-        if not all(places.has_all for places in self._places):
+        is_here = all(places.has_all for places in self._places)
+        if self._log is not None or not is_here:
             return None
         shadow = self._shadow
         sampler = Sampler(shadow.views, shadow.plan, shadow.device)
@@ -322,19 +323,9 @@ class DeltaWriter:
         at = sample_places(prod(self._specs[number].shape), device)
         sample = torch.empty(len(at), dtype=dtype, device=device)
         for found in self._places[number].find(at):
-            sample[... if found.chosen is None else found.chosen] = self._values(
-                found, dtype
-            )
+            values = elements(self._new[found.param], dtype)[found.offsets]
+            sample[... if found.chosen is None else found.chosen] = values
         return sample
-
-    def _values(self, found: Found, dtype: torch.dtype) -> torch.Tensor:
-        """These elements of a parameter, as they will be served."""
-        if self._log is None:
-            return elements(self._new[found.param], dtype)[found.offsets]
-        integer = ops.INTEGERS[dtype.itemsize]
-        served = elements(self._live[found.param], integer)[found.offsets]
-        bits = self._log.bits_at(found.param, found.offsets, served)
-        return bits.view(dtype)
 
 
 def bring_up(

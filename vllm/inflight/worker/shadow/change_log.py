@@ -270,33 +270,6 @@ class ChangeLog:
             self._lack = f", which the host does not have ({error})"
             return None
 
-    def bits_at(
-        self, param: str, offsets: torch.Tensor, served: torch.Tensor
-    ) -> torch.Tensor:
-        """The bits that a few places of a parameter have after the commit.
-
-        Args:
-            param: its name.
-            offsets: places in its memory.
-            served: the bits that are there now, as integers.
-
-        """
-        bits = served
-        for each in self._stretches_of(param):
-            device = each.offsets.device
-            held, order = each.offsets, None
-            if bool((held[1:] < held[:-1]).any()):  # a turned matrix
-                held, order = held.sort()
-            wanted = offsets.to(device, torch.int32)
-            at = torch.searchsorted(held, wanted).clamp_(max=len(held) - 1)
-            is_logged = (held[at] == wanted).to(bits.device)
-            found = each.bits[at if order is None else order[at]].to(bits.device)
-            bits = torch.where(is_logged, found, bits)
-        return bits
-
-    def _stretches_of(self, param: str) -> list[Logged]:
-        return [each for each in self.stretches if each.param == param]
-
     def sums_on_device(self) -> torch.Tensor:
         """The sums on the GPU: int64 [SUMS]; whoever fills `reserve` adds to them."""
         if self.sums is None:
