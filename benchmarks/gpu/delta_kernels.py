@@ -23,8 +23,8 @@ from vllm.inflight.worker.delta.dense import Came, Comparison
 from vllm.inflight.worker.delta.destinations import KnownDestinations
 from vllm.inflight.worker.delta.device_writer import (
     DeviceWriter,
-    _whole,
     copy_elements,
+    flat_place,
 )
 from vllm.inflight.worker.shadow.change_log import ChangeLog
 from vllm.inflight.worker.shadow.changed_elements import ChangedElements
@@ -76,34 +76,29 @@ def measure(gib: float, share: float) -> dict[str, float]:
     )
     for part in parts:
         part.check([t.numel() for t in live.values()], [2] * len(live))
-    places = [_whole(*each) for each in enumerate(live.values())]
+    places = [flat_place(*each) for each in enumerate(live.values())]
     found = {"bytes": float(sum(part.num_bytes for part in parts))}
 
     found["decode"] = timed(lambda: [decode_unproved(part) for part in parts])
     decoded = [decode_unproved(part) for part in parts]
     logs: list[ChangedElements] = []
 
-    def write() -> None:
+    def write(target: dict[str, torch.Tensor] | ChangeLog) -> None:
         logs.clear()
-        writer = DeviceWriter(device, live, shadow, places)
+        if isinstance(target, ChangeLog):
+            target.clear()
+        writer = DeviceWriter(device, live, target, places)
         for each in decoded:
             writer.write(each, logs.append)
 
-    found["write into the shadow weights"] = timed(write)
+    found["write into the shadow weights"] = timed(lambda: write(shadow))
     found["copy logged elements"] = timed(
         lambda: [copy_elements(each, live, shadow) for each in logs]
     )
     logs.clear()
     shadow.clear()
     log = ChangeLog(device, int(gib * (1 << 30) * max(share * 4, 0.01)))
-
-    def write_log() -> None:
-        log.clear()
-        writer = DeviceWriter(device, live, log, places)
-        for each in decoded:
-            writer.write(each, logs.append)
-
-    found["write into the log"] = timed(write_log)
+    found["write into the log"] = timed(lambda: write(log))
     log.require_room()
     swap = Swap(log, live)
     found["swap"] = timed(swap)

@@ -152,8 +152,8 @@ def count(
         rows: int64 [copies, COLUMNS] on the GPU.
         owners: the row of each program; int32.
         width: bytes of an element.
-        is_flat: whether both sides of each row are contiguous and begin at a multiple
-            of 16 elements, of which there are a multiple of 16.
+        is_flat: whether both sides of each row are contiguous, begin at a multiple of
+            16 bytes, and have a multiple of 16 elements.
 
     Returns:
         the number of them up to the end of each program, after a zero, int64

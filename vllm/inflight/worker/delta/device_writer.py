@@ -197,7 +197,7 @@ def warm(
             for _ in ("live", "shadow")
         )
         log = ChangeLog(device, 1 << 12) if is_logged else None
-        places = [_whole(*each) for each in enumerate(olds)]
+        places = [flat_place(*each) for each in enumerate(olds)]
         writer = DeviceWriter(device, live, shadow if log is None else log, places)
         logs: list[ChangedElements] = []
         writer.write(decode(part), logs.append)
@@ -206,7 +206,7 @@ def warm(
         writer.results()
 
 
-def _whole(number: int, tensor: torch.Tensor) -> Destinations:
+def flat_place(number: int, tensor: torch.Tensor) -> Destinations:
     """The places of a flat tensor that is served as a parameter of its own."""
     view = 0, tuple(tensor.shape), tuple(tensor.stride())
     copied = Copied(str(number), view, view, tensor, is_exact=True)
