@@ -45,16 +45,17 @@ class Beat:
     descriptors: int
     shared_files: int
     gpu_mib: float = 0.0
-    """Used on the GPUs of the engine, by whatever process."""
+    """Used on the GPUs of the engine by these processes, or by all if the driver does
+    not tell which has how much."""
 
 
-def gpu_memory(num_gpus: int) -> Callable[[], float]:
-    """How to ask what is used of the first GPUs, in MiB.
+def gpu_memory(num_gpus: int) -> Callable[[set[int]], float]:
+    """How to ask what processes use of the first GPUs, in MiB.
 
     The driver is asked. Torch would take memory of a GPU for itself.
     """
     if not torch.cuda.is_available():
-        return lambda: 0.0
+        return lambda family: 0.0
     from vllm.platforms import current_platform
     from vllm.utils.import_utils import import_pynvml
 
@@ -62,7 +63,15 @@ def gpu_memory(num_gpus: int) -> Callable[[], float]:
     nvml.nvmlInit()
     numbers = map(current_platform.device_id_to_physical_device_id, range(num_gpus))
     gpus = [nvml.nvmlDeviceGetHandleByIndex(number) for number in numbers]
-    return lambda: sum(nvml.nvmlDeviceGetMemoryInfo(gpu).used for gpu in gpus) / MIB
+
+    def used(family: set[int]) -> float:
+        running = [nvml.nvmlDeviceGetComputeRunningProcesses(gpu) for gpu in gpus]
+        shares = [p.usedGpuMemory for each in running for p in each if p.pid in family]
+        if not shares or None in shares:
+            shares = [nvml.nvmlDeviceGetMemoryInfo(gpu).used for gpu in gpus]
+        return sum(shares) / MIB
+
+    return used
 
 
 class Pulse:
@@ -109,11 +118,11 @@ class Pulse:
             sum(p.num_threads() for p in family),
             sum(p.num_fds() for p in family),
             len(self.left_behind()),
-            self._gpu_mib(),
+            self._gpu_mib({p.pid for p in family}),
         )
 
     @cached_property
-    def _gpu_mib(self) -> Callable[[], float]:
+    def _gpu_mib(self) -> Callable[[set[int]], float]:
         """First asked for when the engine is there, which may be forked off."""
         return gpu_memory(self._num_gpus)
 
