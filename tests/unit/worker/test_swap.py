@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
@@ -196,8 +197,8 @@ def test_rows_of_an_unknown_width_are_refused_before_the_first_element():
     log.add("w", at, live["w"][at], torch.ones(3, dtype=torch.int32))
     swap = Swap(log, live)
     assert isinstance(swap._swap, _OnHost)
-    swap._swap._rows.extend(swap._swap._rows)
-    swap._swap._num_rows, swap._swap._rows[-1] = 2, 3
+    swap._swap._rows = np.concatenate([swap._swap._rows] * 2)
+    swap._swap._rows[-1, -1] = 3
     with pytest.raises(ValueError, match="1, 2, 4 or 8 bytes"):
         swap()
     assert not live["w"].any()
@@ -361,7 +362,7 @@ def check() -> None:
         space.offsets.copy_(offsets)
         space.bits.copy_(bits)
     expected = swap_reference(copied.stretches, others)
-    kernel = _OnDevice(CPU, log.stretches, live)
+    kernel = _OnDevice(CPU, log, live)
     assert kernel() == expected
     for name in live:
         assert torch.equal(bits_of(live[name]), bits_of(others[name])), name

@@ -99,10 +99,14 @@ def launch_table(
 
     """
     table[:, column] = np.cumsum(counts) - counts
-    both = to_device(np.column_stack((table, counts)), device)
-    numbers = torch.arange(len(table), dtype=torch.int32, device=device)
-    owners = numbers.repeat_interleave(both[:, -1], output_size=int(counts.sum()))
-    return both[:, :-1].contiguous(), owners
+    owners = np.repeat(np.arange(len(table), dtype=np.int32), counts)
+    # One copy for both: a call of the driver takes longer than to fill the memory.
+    both = np.zeros(table.size + -(-len(owners) // 2), dtype=np.int64)
+    both[: table.size] = table.ravel()
+    both[table.size :].view(np.int32)[: len(owners)] = owners
+    on_device = to_device(both, device)
+    rest = on_device[table.size :].view(torch.int32)
+    return on_device[: table.size].view(table.shape), rest[: len(owners)]
 
 
 def to_device(table: Table, device: torch.device) -> torch.Tensor:

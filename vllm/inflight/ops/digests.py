@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from operator import itemgetter
 from typing import Any, ClassVar
 
 import torch
@@ -303,15 +304,18 @@ def manifest_digest(
         ValueError: two tensors have the same name.
 
     """
-    state = hashlib.blake2b(MANIFEST_PREFIX, digest_size=16)
-    last = None
-    for name, dtype, shape, content in sorted(entries, key=lambda e: e[0].encode()):
+    # Texts are in the order of their code points, as their bytes in UTF-8 are.
+    found = sorted(entries, key=itemgetter(0))
+    last, octets = None, [MANIFEST_PREFIX]
+    for name, dtype, shape, content in found:
         if name == last:
             raise ValueError(f"tensor {name!r} is in the manifest twice")
         last = name
-        state.update(_form(name, dtype, tuple(shape)))
-        state.update(struct.pack("<QQ", *content))
-    return state.hexdigest()
+        octets += _form(name, dtype, tuple(shape)), _TWO.pack(*content)
+    return hashlib.blake2b(b"".join(octets), digest_size=16).hexdigest()
+
+
+_TWO = struct.Struct("<QQ")
 
 
 @functools.lru_cache(maxsize=1 << 16)

@@ -91,18 +91,10 @@ class DeviceWriter:
         """What the kernels read of other memory than that of the part."""
         if isinstance(self._shadow, ChangeLog):
             held = self._only_own(changes, group, copy, rows, counts)
-            groups = zip(params, counts.tolist(), widths.tolist(), strict=True)
-            spaces = [self._shadow.reserve(*each) for each in groups]
-            if not self._shadow.has_room:
+            reserved = self._shadow.reserve_all(params, counts, widths)
+            if reserved is None:
                 return  # the rest is counted all the same
-            rows[:, [4, 3, 13]] = np.array(
-                [
-                    (each.offsets.data_ptr(), each.bits.data_ptr(), each.first)
-                    for each in spaces
-                    if each is not None
-                ],
-                dtype=np.int64,
-            ).reshape(-1, 3)
+            rows[:, 4], rows[:, 3], rows[:, 13] = reserved
             log_sums = self._shadow.sums_on_device()
         else:
             firsts = before(counts)
@@ -156,10 +148,11 @@ class DeviceWriter:
             held += [places, bits]
         return held
 
-    def results(self) -> list[list[int]]:
+    def results(self) -> Table:
         """For each tensor: both halves of what its digest changes by, elements that
-        become NaN or Inf, and elements written."""
-        return self._sums.tolist()
+        become NaN or Inf, and elements written; int64 [tensors, SUMS]."""
+        found: Table = self._sums.cpu().numpy()
+        return found
 
 
 def _addresses(params: Params, names: Sequence[str]) -> list[int]:

@@ -22,6 +22,7 @@ from math import prod
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vllm.inflight import ops
 from vllm.inflight.delta import Changes, Part
@@ -38,7 +39,7 @@ from vllm.inflight.worker.delta.destinations import (
 from vllm.inflight.worker.delta.device_writer import DeviceWriter, copy_elements
 from vllm.inflight.worker.delta.order import Order
 from vllm.inflight.worker.delta.shares import Term, share
-from vllm.inflight.worker.model.layers import parameters
+from vllm.inflight.worker.model.layers import parameters_by_name
 from vllm.inflight.worker.shadow.carry_over import copy_unsent
 from vllm.inflight.worker.shadow.changed_elements import (
     ChangedElements,
@@ -85,18 +86,20 @@ class DeltaWriter:
         self._between = between
         self._parts = ArrivingParts()
         self._order = Order(self._specs)
-        self._live = {name: param for name, *_, param in parameters(shadow.live)}
-        self._new = dict(shadow.module.named_parameters())
+        self._live = parameters_by_name(shadow.live)
+        self._new = parameters_by_name(shadow.module)
         self._places: list[Destinations] = []
         """Of each tensor that the delta changes."""
         self._dtypes = [getattr(torch, spec.dtype) for spec in self._specs]
-        self._sums = [ops.Digest.ZERO] * len(self._specs)
+        self._announced = _halves(spec.digest for spec in self._specs)
+        """The digest of each tensor, in halves."""
+        self._sums = np.zeros((len(self._specs), 2), dtype=np.uint64)
         """What the digest of each tensor changes by."""
-        self._num_bad = [0] * len(self._specs)
+        self._num_bad = np.zeros(len(self._specs), dtype=np.int64)
         """Elements of each tensor that become NaN or Inf."""
         self._num_entries = np.zeros(len(self._specs), dtype=np.int64)
         """Changed elements that have come of each tensor."""
-        self._num_written = [0] * len(self._specs)
+        self._num_written = np.zeros(len(self._specs), dtype=np.int64)
         """Of these, the elements that this rank serves."""
         self._on_device: DeviceWriter | None = None
         self._faults: list[torch.Tensor | None] = []
@@ -168,27 +171,40 @@ class DeltaWriter:
         if self._log is not None:
             self._log.require_room()
         if self._on_device is not None:
-            for number, (a, b, bad, num) in enumerate(self._on_device.results()):
-                self._sums[number] = ops.Digest(a % 2**64, b % 2**64)
-                self._num_bad[number], self._num_written[number] = bad, num
+            results = self._on_device.results()
+            self._sums = results[:, :2].view(np.uint64)
+            self._num_bad, self._num_written = results[:, 2], results[:, 3]
+        digests = self._served_digests + self._sums  # modulo 2**64
+        is_wrong = (digests != self._announced).any(1)
+        is_wrong &= [places.has_all for places in self._places]
+        is_bad = (self._num_bad > 0) & (not self._allow_nonfinite)
         found: list[Problem] = []
-        for number, spec in enumerate(self._specs):
-            digest = self._digest(number)
-            bad = 0 if self._allow_nonfinite else self._num_bad[number]
+        for number in np.flatnonzero(is_wrong | is_bad | (self._num_entries == 0)):
+            spec = self._specs[number]
             if not self._num_entries[number]:
                 why = "the manifest announces a change of it, and none came"
                 found.append((spec.name, Cause.MISSING, why))
-            elif self._places[number].has_all and digest.hex() != spec.digest:
+            elif is_wrong[number]:
+                digest = ops.Digest(*digests[number].tolist())
                 why = (
                     f"with these changes its digest is {digest.hex()}, announced was "
                     f"{spec.digest}: the changes were made for other weights than are "
                     "served, or some of them were lost"
                 )
                 found.append((spec.name, Cause.DIGEST, why))
-            elif bad:
-                why = f"{bad} of its changed elements become NaN or Inf"
+            else:
+                why = (
+                    f"{self._num_bad[number]} of its changed elements become NaN or Inf"
+                )
                 found.append((spec.name, Cause.NOT_FINITE, why))
         return found
+
+    @functools.cached_property
+    def _served_digests(self) -> NDArray[np.uint64]:
+        """The digest of each tensor as it is served, in halves."""
+        facts = self._served.facts
+        halves = [facts[spec.name][2] for spec in self._specs]
+        return np.array(halves, dtype=np.uint64).reshape(-1, 2)
 
     @functools.cached_property
     def params(self) -> set[str]:
@@ -201,8 +217,7 @@ class DeltaWriter:
         if self._shadow.is_alone:
             return None
         cut = [n for n, p in enumerate(self._places) if p.copies and not p.has_all]
-        own = ((self._specs[n].name, self._sums[n], self._num_written[n]) for n in cut)
-        return share(own) + share(map(self._expected, cut))
+        return share(map(self._found, cut)) + share(map(self._expected, cut))
 
     @property
     def unserved(self) -> list[str]:
@@ -210,28 +225,26 @@ class DeltaWriter:
         pairs = zip(self._specs, self._places, strict=True)
         return [spec.name for spec, places in pairs if not places.copies]
 
+    def _found(self, number: int) -> Term:
+        """What this rank has found of a tensor that is cut."""
+        digest = ops.Digest(*self._sums[number].tolist())
+        return self._specs[number].name, digest, int(self._num_written[number])
+
     def _expected(self, number: int) -> Term:
-        spec = self._specs[number]
-        assert spec.digest is not None
-        before = ops.Digest(*self._served.facts[spec.name][2])
-        a, b = ops.Digest.from_hex(spec.digest) - before
+        """What all ranks should find of it together."""
+        a, b = (self._announced[number] - self._served_digests[number]).tolist()
         holders = self._places[number].num_holders(self._shadow.tp_size)
         difference = ops.Digest(a * holders % 2**64, b * holders % 2**64)
-        return spec.name, difference, int(self._num_entries[number]) * holders
-
-    def _digest(self, number: int) -> ops.Digest:
-        """The digest of a tensor with its changes."""
-        facts = self._served.facts[self._specs[number].name]
-        return ops.Digest(*facts[2]) + self._sums[number]
+        num = int(self._num_entries[number]) * holders
+        return self._specs[number].name, difference, num
 
     def content(self) -> Content:
         """The content of the changed tensors."""
-        facts: dict[str, Facts] = {}
-        for spec in self._specs:
-            assert spec.digest is not None
-            # Of a tensor that is cut, the ranks prove it together: see shares.py.
-            digest = ops.Digest.from_hex(spec.digest)
-            facts[spec.name] = spec.dtype, spec.shape, (digest.a, digest.b)
+        # Of a tensor that is cut, the ranks prove it together: see shares.py.
+        facts: dict[str, Facts] = {
+            spec.name: (spec.dtype, spec.shape, (a, b))
+            for spec, (a, b) in zip(self._specs, self._announced.tolist(), strict=True)
+        }
         return Content(facts, self._samples())
 
     def _find(self, spec: TensorSpec, known: KnownDestinations) -> Destinations:
@@ -280,7 +293,8 @@ class DeltaWriter:
             new = old + change if changes.are_differences else change
             self._put(found, old, new)
             self._num_written[number] += len(new)
-            self._sums[number] += ops.digest_of_changes(at, old, new, dtype.itemsize)
+            terms = ops.digest_of_changes(at, old, new, dtype.itemsize)
+            self._sums[number] += np.array([terms.a, terms.b], dtype=np.uint64)
             if not self._allow_nonfinite:
                 (bad,) = ops.count_nonfinite([new.view(dtype)])
                 self._num_bad[number] += bad
@@ -326,6 +340,16 @@ class DeltaWriter:
             values = elements(self._new[found.param], dtype)[found.offsets]
             sample[... if found.chosen is None else found.chosen] = values
         return sample
+
+
+def _halves(digests: Iterable[str | None]) -> NDArray[np.uint64]:
+    """Digests of 32 hex digits in halves, uint64 [n, 2].
+
+    A manifest was checked before, so a delta has a valid digest of each tensor.
+    """
+    octets = bytes.fromhex("".join(digest or "" for digest in digests))
+    halves = np.frombuffer(octets, dtype=">u8").astype(np.uint64)
+    return halves.reshape(-1, 2)
 
 
 def bring_up(

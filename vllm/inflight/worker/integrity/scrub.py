@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
@@ -45,6 +45,8 @@ logger = upstream.init_logger(__name__)
 
 Digests = dict[str, ops.Digest]
 """Parameter → digest."""
+_FormsOfFacts = Mapping[str, tuple[str, tuple[int, ...]]]
+
 Forms = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Dtype and shape of checkpoint tensors."""
 Copying = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -138,11 +140,14 @@ class Layout:
         )
         """The part of the digest of each tensor that does not depend on its content."""
 
-        self._sliced: tuple[set[str], list[ScrubSlice]] | None = None
+        self.copied: tuple[_FormsOfFacts, frozenset[str]] | None = None
+        """Tensors with dtype and shape, and the parameters that are copies of them;
+        see `copies`."""
+        self._sliced: tuple[Collection[str], list[ScrubSlice]] | None = None
         """Parameters that are copies, and the slices that were made for them."""
         self._scratch = Scratch(self.device)
 
-    def slices(self, copied: set[str]) -> list[ScrubSlice]:
+    def slices(self, copied: Collection[str]) -> list[ScrubSlice]:
         """The slices of a scrub in which the parameters of `copied` are copies of
         tensors.
 
@@ -167,7 +172,7 @@ class Layout:
         for each in slices:
             each.close()
         # Assigned in one step: another thread may ask meanwhile.
-        self._sliced = set(copied), slices
+        self._sliced = copied, slices
         return slices
 
     def _place(
@@ -363,28 +368,32 @@ class Scrub:
         return _signed(chain.from_iterable(numbers)) - self._layout.counts
 
 
-def copies(layout: Layout, facts: Mapping[str, Facts]) -> set[str]:
+def copies(layout: Layout, facts: Mapping[str, Facts]) -> frozenset[str]:
     """The parameters that are copies of these tensors alone."""
-    if not facts:
-        return set()
+    forms = {name: fact[:2] for name, fact in facts.items()}
+    known = layout.copied
+    if known is not None and known[0] == forms:
+        return known[1]
     same = {
         name
         for name, (dtype, shape) in zip(layout.names, layout.forms, strict=True)
-        if (fact := facts.get(name)) is not None
-        and fact[:2] == (str(dtype).removeprefix("torch."), shape)
+        if forms.get(name) == (str(dtype).removeprefix("torch."), shape)
     }
-    return {p.param for p in layout.places if p.parts and p.names <= same}
+    found = frozenset(p.param for p in layout.places if p.parts and p.names <= same)
+    layout.copied = forms, found
+    return found
 
 
 def marks_of(
-    layout: Layout, module: torch.nn.Module, facts: Mapping[str, Facts]
+    layout: Layout, module: torch.nn.Module, copied: Collection[str]
 ) -> Digests:
     """The digests of the parameters that are no copies, in staged shadow weights.
 
     Packed weights of the CPU build are left out: both models may refer to one packing,
     and two threads must not use it.
     """
-    copied = copies(layout, facts)
+    if all(place.param in copied for place in layout.places):
+        return {}  # as usual on a GPU
     named = [
         (name, content(layer, key, param))
         for name, layer, key, param in parameters(module)

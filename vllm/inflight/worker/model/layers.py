@@ -15,10 +15,13 @@ changes with them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
+from operator import is_
 
 import torch
 
 from vllm.inflight import upstream
+from vllm.inflight.worker.model_state import ModelState, recall
 
 Layer = tuple[str, torch.nn.Module]
 """Name and module of a layer."""
@@ -53,6 +56,38 @@ def parameters(
             if param is not None and id(param) not in seen:
                 seen.add(id(param))
                 yield f"{name}.{key}" if name else key, layer, key, param
+
+
+def parameters_by_name(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters of `parameters(model)` by name; do not change the result.
+
+    The model is walked at the first call, and again when a layer or a parameter of it
+    was replaced. A walk takes milliseconds of Python, which a delta cannot spare.
+    """
+    if (walked := recall(model, _Walked)) is None or not walked.is_current():
+        ModelState.of(model).set(walked := _Walked(model))
+    return walked.by_name
+
+
+class _Walked:
+    """The parameters of a model by name, and all that was walked to find them."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.by_name = {name: param for name, *_, param in parameters(model)}
+        self._held = [
+            held
+            for layer in model.modules()
+            for held in (layer._modules, layer._parameters)
+        ]
+        self._found = self._all()
+
+    def is_current(self) -> bool:
+        """Whether a walk would find the same."""
+        now = self._all()
+        return len(now) == len(self._found) and all(map(is_, now, self._found))
+
+    def _all(self) -> list[object]:
+        return list(chain.from_iterable(map(dict.values, self._held)))
 
 
 FILLED = ("layer_scalar",)

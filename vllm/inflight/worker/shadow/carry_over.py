@@ -19,7 +19,7 @@ import torch
 
 from vllm.inflight.worker.model.cpu_packing import UNPACKED
 from vllm.inflight.worker.model.hidden_weights import PACKED
-from vllm.inflight.worker.model.layers import layers, parameters
+from vllm.inflight.worker.model.layers import layers, parameters_by_name
 from vllm.inflight.worker.model.quantized import kept
 from vllm.inflight.worker.shadow.parameters import is_mirrored
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
@@ -47,7 +47,7 @@ def copy_unsent(
     if shadow.stale <= begun:
         return 0
     num_bytes, num_layers = _carry_quantised(shadow, begun, between)
-    served = {name: param for name, _, _, param in parameters(shadow.live)}
+    served = parameters_by_name(shadow.live)
     names = sorted(shadow.stale - begun - shadow.quantised)
     owners = {} if is_mirrored(shadow.module) else owners_of(shadow)
     for name in names:

@@ -19,13 +19,17 @@ GPU.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vllm.inflight import ops
 from vllm.inflight.errors import ChangeLogFull, OutOfDeviceMemory
+
+Numbers = NDArray[np.int64]
 
 ALIGNMENT = 8
 """Bytes at whose multiples offsets and bits begin."""
@@ -57,6 +61,21 @@ class Logged(NamedTuple):
     offsets: torch.Tensor
     bits: torch.Tensor
     first: int
+
+
+class Reserved(NamedTuple):
+    """Memory for elements of several parameters, to be filled.
+
+    Attributes:
+        offsets: addresses of the offsets, int64 [parameters].
+        bits: addresses of the bits.
+        firsts: number of the first element of each parameter in the log.
+
+    """
+
+    offsets: Numbers
+    bits: Numbers
+    firsts: Numbers
 
 
 class ChangeLog:
@@ -94,7 +113,7 @@ class ChangeLog:
         """Whether all elements found room."""
         self.number = 0
         """Changes whenever the log is emptied, and with the live weights."""
-        self.stretches: list[Logged] = []
+        self._pieces: list[_Pieces] = []
         self.num_bytes = 0
         """Bytes of the elements, whether the log has room for them or not."""
         self.num_elements = 0
@@ -152,7 +171,7 @@ class ChangeLog:
 
     def _empty(self) -> None:
         self.number += 1
-        self.stretches = []
+        self._pieces = []
         self.num_bytes = self.num_elements = self._num_counted = 0
         self._used = 0
         self.has_room, self._lack = True, ""
@@ -178,25 +197,89 @@ class ChangeLog:
             ),
         )
 
+    @property
+    def stretches(self) -> list[Logged]:
+        """The elements of the log, one entry for each stretch of a parameter."""
+        return [logged for pieces in self._pieces for logged in pieces.stretches()]
+
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """Where the elements lie; uint8."""
+        return [pieces.memory for pieces in self._pieces]
+
+    @property
+    def params(self) -> set[str]:
+        """The parameters that have elements in the log."""
+        return {param for pieces in self._pieces for param in pieces.params}
+
+    def table(self, columns: int) -> tuple[list[str], Numbers]:
+        """The stretches as rows of numbers, for kernels.
+
+        Args:
+            columns: of the table, at least 5.
+
+        Returns:
+            the parameter of each row; and int64 [stretches, columns]: addresses of
+            offsets and bits, number of elements, number of the first one in the log,
+            bytes of an element, and zeros.
+
+        """
+        params = [param for pieces in self._pieces for param in pieces.params]
+        rows = np.zeros((len(params), columns), dtype=np.int64)
+        if params:
+            rows[:, :5] = np.concatenate([pieces.rows for pieces in self._pieces])
+        return params, rows
+
     def reserve(self, param: str, num: int, width: int) -> Logged | None:
         """Memory for elements of a parameter, to be filled; None if there is no room.
 
         Elements without room are counted, so that the error can say how much is
         missing.
         """
-        first, bits_at = self.num_elements, _aligned(4 * num)
-        num_bytes = bits_at + _aligned(width * num)
+        if self.reserve_all([param], np.array([num]), np.array([width])) is None:
+            return None
+        (logged,) = self._pieces[-1].stretches()
+        return logged
+
+    def reserve_all(
+        self, params: Sequence[str], counts: Numbers, widths: Numbers
+    ) -> Reserved | None:
+        """Memory for elements of several parameters; None if there is no room for all.
+
+        Args:
+            params: the parameter of each stretch.
+            counts: its elements.
+            widths: bytes of one of them.
+
+        """
+        if len(params) > 1 and not self._has_room_beside(_sizes(counts, widths)):
+            # Host memory is taken stretch by stretch, as blocks have to be filled.
+            each = [
+                self.reserve_all([param], counts[n : n + 1], widths[n : n + 1])
+                for n, param in enumerate(params)
+            ]
+            found = [one for one in each if one is not None]
+            if len(found) < len(each):
+                return None
+            return Reserved(*map(np.concatenate, zip(*found, strict=True)))
+        sizes = _sizes(counts, widths)
+        num_bytes, num = int(sizes.sum()), int(counts.sum())
+        firsts = self.num_elements + np.cumsum(counts) - counts
         self.num_elements += num
         self.num_bytes += num_bytes
         space = self._take(num_bytes) if self.has_room else None
         if space is None:
             self.has_room = False
             return None
-        offsets = space[: 4 * num].view(torch.int32)
-        bits = space[bits_at : bits_at + width * num].view(ops.INTEGERS[width])
-        logged = Logged(param, width, offsets, bits, first)
-        self.stretches.append(logged)
-        return logged
+        offsets = space.data_ptr() + np.cumsum(sizes) - sizes
+        bits = offsets + _aligned_all(4 * counts)
+        rows = np.stack((offsets, bits, counts, firsts, widths), 1)
+        self._pieces.append(_Pieces(tuple(params), rows, space))
+        return Reserved(offsets, bits, firsts)
+
+    def _has_room_beside(self, sizes: Numbers) -> bool:
+        """Whether the memory beside the weights has room for all of these bytes."""
+        return self.has_room and int(sizes.sum()) <= self._left - (self._kept or 0)
 
     def add(
         self, param: str, offsets: torch.Tensor, old: torch.Tensor, new: torch.Tensor
@@ -285,6 +368,30 @@ class ChangeLog:
         return terms, num
 
 
+class _Pieces(NamedTuple):
+    """Stretches whose memory was taken at once.
+
+    Attributes:
+        params: the parameter of each.
+        rows: int64 [stretches, 5], as in `ChangeLog.table`.
+        memory: uint8, in which their addresses lie.
+
+    """
+
+    params: tuple[str, ...]
+    rows: Numbers
+    memory: torch.Tensor
+
+    def stretches(self) -> Iterator[Logged]:
+        """Each of them, as tensors in that memory."""
+        base = self.memory.data_ptr()
+        for param, row in zip(self.params, self.rows.tolist(), strict=True):
+            offsets_at, bits_at, num, first, width = row
+            offsets = self.memory[offsets_at - base :][: 4 * num].view(torch.int32)
+            bits = self.memory[bits_at - base :][: width * num]
+            yield Logged(param, width, offsets, bits.view(ops.INTEGERS[width]), first)
+
+
 def capacity_of(gib: float, num_bytes: int) -> int:
     """Bytes of the log of a rank.
 
@@ -306,6 +413,15 @@ def host_capacity_of(gib: float, num_bytes: int) -> int:
 
     """
     return _aligned(num_bytes // 4 if gib < 0 else int(gib * GIB))
+
+
+def _sizes(counts: Numbers, widths: Numbers) -> Numbers:
+    """Bytes that the elements of each stretch take."""
+    return _aligned_all(4 * counts) + _aligned_all(widths * counts)
+
+
+def _aligned_all(num_bytes: Numbers) -> Numbers:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _aligned(num_bytes: int) -> int:

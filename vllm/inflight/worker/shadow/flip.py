@@ -26,7 +26,11 @@ from vllm.inflight.worker.memory.arena import Arena
 from vllm.inflight.worker.model import cpu_packing, quantized
 from vllm.inflight.worker.model.cpu_packing import UNPACKED
 from vllm.inflight.worker.model.hidden_weights import PACKED
-from vllm.inflight.worker.model.layers import layers, parameters
+from vllm.inflight.worker.model.layers import (
+    layers,
+    parameters,
+    parameters_by_name,
+)
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.shadow.swap import Swap
 
@@ -46,8 +50,7 @@ def flip_of(shadow: ShadowModel) -> Flip:
     """The flip between a model and its shadow model, prepared in advance."""
     assert shadow.module is not None
     if shadow.log is not None:
-        live = {name: param for name, _, _, param in parameters(shadow.live)}
-        return Swap(shadow.log, live)
+        return Swap(shadow.log, parameters_by_name(shadow.live))
     if shadow.arenas:
         return PageFlip(shadow.arenas, shadow.device)
     if shadow.is_reversible:

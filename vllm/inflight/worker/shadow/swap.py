@@ -11,16 +11,16 @@ differ, it swaps back: something else has written into the live weights or the l
 from __future__ import annotations
 
 import time
-from array import array
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from vllm.inflight import ops
+from vllm.inflight.delta.device_decode import launch_table
 from vllm.inflight.errors import ArenaTorn
-from vllm.inflight.worker.shadow.change_log import SUMS, ChangeLog, Logged
+from vllm.inflight.worker.shadow.change_log import SUMS, ChangeLog, Logged, Numbers
 from vllm.inflight.worker.shadow.changed_elements import elements, reach
-from vllm.inflight.worker.shadow.launch_tables import owners_of, table_of
 
 Found = tuple[ops.Digest, int]
 """What a swap has exchanged: the sum over the elements, and their number."""
@@ -40,15 +40,15 @@ class Swap:
         self._terms, self._num = log.expected()
         self._is_back = False
         """Whether the next swap brings the elements of the update out again."""
-        names = {stretch.param for stretch in log.stretches}
-        self._addresses = [(n, live[n], live[n].data_ptr()) for n in sorted(names)]
-        self._held = log.stretches, [live[name] for name in names]
+        names = sorted(log.params)
+        self._addresses = [(n, live[n], live[n].data_ptr()) for n in names]
+        self._held = log.memory, [live[name] for name in names]
         """Tensors at whose addresses the swap reads and writes."""
         self._swap: _OnHost | _OnDevice
         if self._device.type == "cuda":
-            self._swap = _OnDevice(self._device, log.stretches, live)
+            self._swap = _OnDevice(self._device, log, live)
         else:
-            self._swap = _OnHost(log.stretches, live)
+            self._swap = _OnHost(log, live)
 
     def __call__(self) -> float:
         """Exchange all elements, or none; returns the seconds it took.
@@ -86,23 +86,38 @@ class Swap:
             raise ArenaTorn(f"a swap broke off: {error!r}") from error
 
 
+def _rows(
+    log: ChangeLog, live: Mapping[str, torch.Tensor], columns: Sequence[int]
+) -> Numbers:
+    """The rows of a swap: one for each stretch of a parameter.
+
+    Args:
+        log: the log.
+        live: the live parameters.
+        columns: the columns of the result that get the address of the offsets, that of
+            the bits, the number of elements, the number of the first one, bytes of an
+            element, the address of the live parameter, and its reach.
+
+    """
+    params, found = log.table(7)
+    lies = {name: (live[name].data_ptr(), reach(live[name])) for name in log.params}
+    if params:
+        found[:, 5:7] = [lies[param] for param in params]
+    rows = np.zeros((len(params), 1 + max(columns)), dtype=np.int64)
+    rows[:, list(columns)] = found
+    return rows
+
+
 class _OnHost:
     """One call of the native core."""
 
-    def __init__(
-        self, stretches: Sequence[Logged], live: Mapping[str, torch.Tensor]
-    ) -> None:
-        self._num = sum(len(stretch.offsets) for stretch in stretches)
-        rows = array("Q")
-        for param, width, offsets, bits, first in stretches:
-            addresses = (each.data_ptr() for each in (offsets, bits, live[param]))
-            rows.extend((*addresses, len(offsets), reach(live[param]), first, width))
-        self._rows = rows
-        self._num_rows = len(stretches)
+    def __init__(self, log: ChangeLog, live: Mapping[str, torch.Tensor]) -> None:
+        self._num = log.num_elements
+        self._rows = _rows(log, live, (0, 1, 3, 5, 6, 2, 4))
 
     def __call__(self) -> Found:
-        table, _ = self._rows.buffer_info()
-        sums = ops.native_core().swap_elements(table, self._num_rows)
+        table, num_rows = self._rows.ctypes.data, len(self._rows)
+        sums = ops.native_core().swap_elements(table, num_rows)
         return ops.Digest(*sums), self._num
 
 
@@ -110,22 +125,18 @@ class _OnDevice:
     """One launch for each width of elements, on the current stream."""
 
     def __init__(
-        self,
-        device: torch.device,
-        stretches: Sequence[Logged],
-        live: Mapping[str, torch.Tensor],
+        self, device: torch.device, log: ChangeLog, live: Mapping[str, torch.Tensor]
     ) -> None:
         from vllm.inflight.worker.shadow.triton_kernels import BLOCK
 
-        rows: dict[int, list[list[int]]] = {}
-        for param, width, offsets, bits, first in stretches:
-            addresses = (each.data_ptr() for each in (offsets, bits, live[param]))
-            numbers = len(offsets), 0, first, reach(live[param])
-            rows.setdefault(width, []).append([*addresses, *numbers])
+        # The width comes last, and is no column of the kernel's.
+        rows = _rows(log, live, (0, 1, 3, 5, 7, 2, 6))
+        widths = rows[:, 7]
         self._tables = []
-        for width, table in rows.items():
-            owners = owners_of(table, 3, 4, BLOCK, device)
-            self._tables.append((table_of(table, device), owners, width))
+        for width in np.unique(widths).tolist():
+            own = np.ascontiguousarray(rows[widths == width, :7])
+            num_programs = -(-own[:, 3] // BLOCK)
+            self._tables.append((*launch_table(own, 4, num_programs, device), width))
         self._sums = torch.zeros(SUMS, dtype=torch.int64, device=device)
         if device.type == "cuda":
             # The tables are read on another stream, that of the steps.

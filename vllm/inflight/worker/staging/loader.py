@@ -38,7 +38,7 @@ from vllm.inflight.worker.delta.fill import fill
 from vllm.inflight.worker.delta.whole_tensors import DeltaTensors
 from vllm.inflight.worker.delta.writer import DeltaWriter
 from vllm.inflight.worker.model.classifier import SCORE
-from vllm.inflight.worker.model.layers import parameters
+from vllm.inflight.worker.model.layers import parameters_by_name
 from vllm.inflight.worker.replay_plan import Entry, replay
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.staging.coverage import Coverage
@@ -96,12 +96,12 @@ class UpdateLoader:
         """Context in which no flip exchanges live and shadow weights."""
         assert shadow.module is not None
         self._module = shadow.module
-        self._live: dict[str, torch.Tensor] = {}
+        self._live: Mapping[str, torch.Tensor] = {}
         """With delta staging: the live parameters."""
         self._comparison: Comparison | None = None
         """With delta staging: compares tensors with the live parameters."""
         if shadow.log is not None:
-            self._live = {name: param for name, *_, param in parameters(shadow.live)}
+            self._live = parameters_by_name(shadow.live)
             known = KnownDestinations.of(shadow.module)
             self._comparison = Comparison(shadow.log, self._live, known)
         self.coverage = Coverage(

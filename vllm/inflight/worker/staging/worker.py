@@ -349,9 +349,10 @@ class StagingWorker:
         log, marks = self.shadow.log, Digests()
         with self._laying, undirected():
             layout = self._where()
+            copied = copies(layout, facts)
             if log is None:  # else every parameter is a copy
-                marks = marks_of(layout, module, facts)
-            layout.slices(copies(layout, facts))  # decoding would wait for it later
+                marks = marks_of(layout, module, copied)
+            layout.slices(copied)  # decoding would wait for it later
             if fills:
                 self._require_filled(layout, facts)
         with self._turn:

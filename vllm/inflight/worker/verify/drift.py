@@ -13,11 +13,12 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vllm.inflight.worker.replay_plan import Plan
 
@@ -182,19 +183,15 @@ def drift(old: Samples | None, new: Samples | None) -> dict[str, object] | None:
             )
             compared += names
             squares.append(torch.stack([now - was, was]).square().sum(2))
-    moved: Counter[str] = Counter()
-    lengths: Counter[str] = Counter()
-    if squares:
-        # Read all at once: each read of a number waits for the GPU.
-        for name, step, size in zip(
-            compared, *torch.cat(squares, 1).tolist(), strict=True
-        ):
-            layer = _layer(name)
-            moved[layer] += step
-            lengths[layer] += size
+    if not squares:
+        return {"overall": _ratio(0.0, 0.0), "layers": {}}
+    layers, numbers = _layers(tuple(compared))
+    # Read all at once: each read of a number waits for the GPU.
+    found = torch.cat(squares, 1).double().cpu().numpy()
+    moved, lengths = (np.bincount(numbers, weights=row).tolist() for row in found)
     return {
-        "overall": _ratio(moved.total(), lengths.total()),
-        "layers": {layer: _ratio(moved[layer], lengths[layer]) for layer in moved},
+        "overall": _ratio(sum(moved), sum(lengths)),
+        "layers": dict(zip(layers, map(_ratio, moved, lengths), strict=True)),
     }
 
 
@@ -222,6 +219,17 @@ def _ratio(moved: float, length: float) -> float | None:
     if not length:
         return 0.0 if not moved else None
     return float(f"{math.sqrt(moved / length):.4g}")
+
+
+@functools.lru_cache(maxsize=8)
+def _layers(names: tuple[str, ...]) -> tuple[list[str], NDArray[np.int64]]:
+    """The layers of these tensors, and for each tensor the number of its layer.
+
+    The versions of an engine have the same tensors in the same order.
+    """
+    numbers: dict[str, int] = {}
+    found = [numbers.setdefault(_layer(name), len(numbers)) for name in names]
+    return list(numbers), np.array(found, dtype=np.int64)
 
 
 @functools.lru_cache(maxsize=1 << 16)
