@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import chain
 from operator import is_
+from typing import Any
 
 import torch
 
@@ -74,11 +75,9 @@ class _Walked:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.by_name = {name: param for name, *_, param in parameters(model)}
-        self._held = [
-            held
-            for layer in model.modules()
-            for held in (layer._modules, layer._parameters)
-        ]
+        self._held: list[dict[str, Any]] = []
+        for layer in model.modules():
+            self._held += layer._modules, layer._parameters
         self._found = self._all()
 
     def is_current(self) -> bool:
