@@ -5,10 +5,15 @@ NCCL becomes the store of the same group, and memory of a GPU memory of the host
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from typing import Any
 
 import torch
+
+UNPACKED = "BENCH_UNPACKED"
+"""In the environment: whether vLLM's CPU build leaves weights unpacked, as a GPU does.
+Without this package a framework can write into no others."""
 
 
 @cache
@@ -27,6 +32,10 @@ def use_host() -> None:
 
     torch.empty = empty
     pynccl.PyNcclCommunicator = StoreCommunicator
+    if os.environ.get(UNPACKED):
+        from tests.support.engines.unpacked import unpack
+
+        unpack()
 
 
 class StoreCommunicator:

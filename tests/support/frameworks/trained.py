@@ -32,7 +32,7 @@ from vllm.inflight.transport.waiting import in_background
 NUM_UPDATES = 7
 """Of the requests that run; the last one brings NEW."""
 NUM_REPLAYED = 12
-DEADLINE_S, LATE_S = 4.0, 7.0
+DEADLINE_S, LATE_S = 8.0, 11.0
 """Of an update, and for how long a trainer that is late sends nothing."""
 NOISE = 0.03 if torch.cuda.is_available() else 2e-3
 """As in the tests of tearing."""
