@@ -91,21 +91,26 @@ build/ray: # beside the environment: nothing else needs it
 	$(PY) -m pip install --quiet --no-deps --target $@ ray==2.60.0 msgpack==1.2.4
 
 test-frameworks: setup build/frameworks ## worker extensions of OpenRLHF, verl and others, and slime's rollouts, from their own files
-	$(PY) -m pytest -m engine tests/e2e/test_framework_packages.py tests/e2e/test_slime.py \
-		tests/e2e/test_recipes.py
+	$(PY) -m pytest -m engine tests/e2e/test_framework_packages.py \
+		tests/e2e/test_framework_trainers.py tests/e2e/test_slime.py tests/e2e/test_recipes.py
 
-# slime has no package; a commit of 21 August 2026
+# slime and prime-rl's worker have no package; commits of 21 August 2026
 SLIME := 624b824a898ab0ec1fcb4d373004c7f3852bf515
+PRIME_RL := 559b44772e471d1538537b8805cc77f3824a5e64
 
 # Without what they depend on: only the files of the worker extensions are imported.
 build/frameworks: # beside the environment: nothing else needs it
 	$(PY) -m pip install --quiet --no-deps --target $@/openrlhf openrlhf==0.11.2
 	$(PY) -m pip install --quiet --no-deps --target $@/verl verl==0.9.1
 	$(PY) -m pip install --quiet --no-deps --target $@/checkpoint_engine checkpoint-engine==0.4.2
-		$(PY) -m pip install --quiet --no-deps --target $@/swift ms-swift==4.6.0
+	$(PY) -m pip install --quiet --no-deps --target $@/swift ms-swift==4.6.0
 	mkdir -p $@/slime
 	curl -sfL https://github.com/THUDM/slime/archive/$(SLIME).tar.gz \
 		| tar -xz -C $@/slime --strip-components 1 slime-$(SLIME)/slime
+	mkdir -p $@/prime_rl
+	curl -sfL https://github.com/PrimeIntellect-ai/prime-rl/archive/$(PRIME_RL).tar.gz \
+		| tar -xz -C $@/prime_rl --strip-components 2 \
+			prime-rl-$(PRIME_RL)/src/prime_rl/inference/vllm/worker
 
 test-releases: setup ## V=x.y.z: the core tests on that release of vLLM; without V, on all but the installed one
 	$(PY) -m tests.releases.suite $(V)

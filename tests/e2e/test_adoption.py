@@ -20,6 +20,7 @@ from tests.support.engines.bare_core import Streams, add, call, prompt, publish,
 from tests.support.engines.mixtures import mixed
 from tests.support.engines.script import run_script
 from tests.support.frameworks.core import beside_steps, extended_core
+from tests.support.frameworks.openrlhf import MEETINGS
 from tests.support.trainers.store_group import HOST, StoreTrainer, store_trainer
 from tests.support.waiting import until
 from vllm.inflight.errors import (
@@ -343,11 +344,16 @@ def test_a_call_of_another_shape_is_the_extensions_own(
 def test_two_ranks_commit_together_what_their_extension_has_received(
     folders: dict[str, Path],
 ) -> None:
+    check_two_ranks(folders)
+
+
+def check_two_ranks(folders: dict[str, Path]) -> None:
     seen = run_script("two_ranks", *folders.values(), room="tests.support.frameworks")
     assert "update_weight" in seen["error"] and "mismatch dtype" in seen["error"]
-    for name, error in seen["meetings"].items():
-        told = f"calls the collective {name} of a group of ranks that decode"
-        assert told in str(error), name
+    assert seen["meetings"].keys() == MEETINGS.keys()
+    for way, error in seen["meetings"].items():
+        told = f"calls the collective {MEETINGS[way][0]} of a group of ranks that"
+        assert told in str(error), way
     assert "missing" in seen["error of the rest"]
     assert seen["after the error"] == seen["before"] != seen["expected"]
     assert seen["replies"] == [None, None]

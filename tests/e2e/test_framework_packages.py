@@ -5,17 +5,18 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.frameworks.packages import OWN
 from tests.support.engines.script import run_script
-from tests.support.frameworks.packages import CASES, PACKAGES
+from tests.support.frameworks.packages import JOIN
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
-@pytest.mark.parametrize("framework", CASES)
+@pytest.mark.parametrize("framework", JOIN)
 def test_the_extension_of_the_package_updates_beside_decoding(
     checkpoint: Callable[..., Path], framework: str
 ) -> None:
-    assert (PACKAGES / framework).is_dir(), "run `make test-frameworks`"
+    assert OWN[framework].folder.is_dir(), "run `make test-frameworks`"
     seen = run_script(
         "packages",
         framework,

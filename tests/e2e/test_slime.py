@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.frameworks.packages import OWN
 from tests.support.engines.script import run_script
-from tests.support.frameworks.packages import PACKAGES
 from tests.support.frameworks.slime import LONGEST
 from tests.support.serving import Server
 
@@ -23,7 +23,7 @@ def folders(checkpoint: Callable[..., Path]) -> list[Path]:
 @pytest.fixture(scope="module")
 def seen(folders: list[Path]) -> dict[str, Any]:
     """What slime's samples have."""
-    assert (PACKAGES / "slime").is_dir(), "run `make test-frameworks`"
+    assert OWN["slime"].folder.is_dir(), "run `make test-frameworks`"
     with Server(folders[0]) as server:
         server.post("/update_weight_version", {"new_version": "old"})
         seen = run_script(

@@ -16,20 +16,44 @@ from vllm.distributed.utils import StatelessProcessGroup
 
 def _with_the_operator() -> None:
     name = get_tp_group().unique_name
-    torch.ops.vllm.all_reduce(torch.ones(2), group_name=name)
+    torch.ops.vllm.all_reduce(_ones(), group_name=name)
 
 
-MEETINGS: dict[str, Callable[[], Any]] = {
-    "barrier": lambda: torch.distributed.barrier(group=get_tp_group().cpu_group),
-    "all_reduce": _with_the_operator,
-    "shm_allreduce": lambda: get_tp_group().all_reduce(torch.ones(2)),
-    "shm_all_gather": lambda: get_tp_group().device_communicator.all_gather(
-        torch.ones(2)
+def _ones() -> torch.Tensor:
+    return torch.ones(2, device="cuda" if torch.cuda.is_available() else "cpu")
+
+
+Way = tuple[str, Callable[[], Any]]
+MEETINGS: dict[str, Way] = {
+    "barrier": (
+        "barrier",
+        lambda: torch.distributed.barrier(group=get_tp_group().cpu_group),
     ),
-    "broadcast_object": lambda: get_tp_group().broadcast_object("it"),
+    "operator": ("all_reduce", _with_the_operator),
+    "object": ("broadcast_object", lambda: get_tp_group().broadcast_object("it")),
 }
-"""The ways in which a method may meet the other ranks that decode, by the collective
-that each comes to on the CPU build."""
+"""The ways in which a method may meet the other ranks that decode, and the collective
+that each comes to."""
+
+ON_HOST: dict[str, Way] = {
+    "reduction": ("shm_allreduce", lambda: get_tp_group().all_reduce(_ones())),
+    "gathering": (
+        "shm_all_gather",
+        lambda: get_tp_group().device_communicator.all_gather(_ones()),
+    ),
+}
+ON_GPU: dict[str, Way] = {
+    "reduction": ("all_reduce", lambda: get_tp_group().all_reduce(_ones())),
+    "communicator": (
+        "all_reduce",
+        lambda: get_tp_group().device_communicator.all_reduce(_ones()),
+    ),
+    "NCCL": (
+        "all_reduce",
+        lambda: get_tp_group().device_communicator.pynccl_comm.all_reduce(_ones()),
+    ),
+}
+MEETINGS |= ON_GPU if torch.cuda.is_available() else ON_HOST
 
 
 class Extension:
@@ -74,11 +98,17 @@ class Extension:
 
 
 class Meeting(Extension):
-    """One whose ranks may meet in a group of those that decode."""
+    """One whose ranks may meet in a group of those that decode.
+
+    Before some tensors they meet in torch's default group, as AReaL's do. No step uses
+    that group.
+    """
 
     def update_weight(
         self: Any, name: str, dtype: Any, shape: Any, empty_cache: bool = False
     ) -> None:
         if name in MEETINGS:
-            MEETINGS[name]()
+            MEETINGS[name][1]()
+        if name.endswith("norm.weight"):
+            torch.distributed.barrier()
         Extension.update_weight(self, name, dtype, shape, empty_cache)

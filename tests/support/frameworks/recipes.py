@@ -17,8 +17,8 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from benchmarks.frameworks.packages import OWN
 from tests.support.engines.script import OPTIONS, ROOT, tell
-from tests.support.frameworks.packages import PACKAGES, bare
 
 PROMPT = list(range(30, 60))
 LENGTH = 600
@@ -149,9 +149,8 @@ async def seen(old: Path, new: Path) -> dict[str, Any]:
 
 
 def main(old: Path, new: Path) -> None:
-    if (PACKAGES / "openrlhf").is_dir():
-        sys.meta_path.insert(0, bare("openrlhf"))
-        sys.path.append(str(PACKAGES / "openrlhf"))
+    if OWN["openrlhf"].folder.is_dir():
+        OWN["openrlhf"].use()
     else:
         stand_in("openrlhf.utils.agent", SingleTurnAgentExecutor=AsOpenRLHF)
     stand_in(

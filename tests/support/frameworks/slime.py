@@ -23,14 +23,12 @@ import httpx
 import uvicorn
 from fastapi import FastAPI, Request, Response
 
+from benchmarks.frameworks.packages import OWN
 from tests.support.engines.script import tell
-from tests.support.frameworks.packages import PACKAGES, bare
 from tests.support.ports import free_port
 
 LONGEST = 400
 """Tokens of a long rollout."""
-EXECUTED = ("slime.rollout.rm_hub", "slime.utils.accelerator")
-EMPTY = ("ray", "sglang", "sglang_router", "pylatexenc", "slime.ray")
 
 
 def arguments(url: str, model: Path) -> Namespace:
@@ -223,8 +221,7 @@ def whole_rollout(args: Namespace) -> dict[str, Any]:
 
 
 def main(url: str, old: Path, new: Path) -> None:
-    sys.meta_path.insert(0, bare("slime", *EXECUTED, empty=EMPTY))
-    sys.path.append(str(PACKAGES / "slime"))
+    OWN["slime"].use()
     seen = {"engine": control_plane(url)}
     seen |= asyncio.run(one_by_one(arguments(url, old), url, new))
     tell(seen | whole_rollout(arguments(router(url), old)))

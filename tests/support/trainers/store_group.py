@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
-from typing import Any
 
 import torch
 from vllm.distributed.utils import StatelessProcessGroup
@@ -44,17 +43,6 @@ class StoreTrainer:
         )
         while (tensor := self._tensors.get()) is not None:
             group.broadcast_obj(tensor, src=0)
-
-
-class StoreCommunicator:
-    """A worker's end of the group, with the interface of `PyNcclCommunicator`."""
-
-    def __init__(self, group: Any, device: torch.device) -> None:
-        self.group, self.device = group, device
-
-    def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
-        """Fill `tensor` with what the trainer broadcasts next."""
-        tensor.copy_(self.group.broadcast_obj(None, src=src))
 
 
 @contextmanager

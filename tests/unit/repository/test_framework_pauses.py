@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.framework_arm import SEQUENCES
-from benchmarks.framework_pauses import ABSORB, OBEY, figures
+from benchmarks.frameworks.pauses import ABSORB, OBEY, figures
+from benchmarks.frameworks.pauses_arm import SEQUENCES
 from benchmarks.record import Record, Update
 
 

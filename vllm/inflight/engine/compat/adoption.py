@@ -300,8 +300,8 @@ class Adoption:
         ranks, sleep = self._controller.ranks, self._controller.sleep
         if ranks.reason is not None:
             return f"weights of this engine cannot be updated in flight: {ranks.reason}"
-        if ranks.has_drafter or ranks.has_mtp:
-            return "the engine has a drafter with weights of its own"
+        if ranks.has_mtp:
+            return "the engine drafts with MTP layers, which the method may also write"
         if self._is_quantised and not row.takes_quantised:
             return "the model is quantised, and the method prepares its layers itself"
         if row.is_alone and self._controller.num_ranks > 1:

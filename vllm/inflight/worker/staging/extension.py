@@ -75,6 +75,9 @@ def _unless_calling(original: Callable[..., Any], nothing: object) -> Any:
     return calm
 
 
+DRAFTERS = ("drafter", "speculator")
+"""Attributes of vLLM's two model runners that hold the drafter."""
+
 BY_HANDLE = {"_C_custom_ar": "", "_C": "shm_", "symm_mem": ""}
 """Namespaces and first letters of operators whose group is a handle. vLLM's groups of
 ranks that decode are the only ones that use them."""
@@ -393,9 +396,13 @@ def stand_in(worker: upstream.WorkerBase, model: torch.nn.Module) -> Any:
     The stand-in and the worker have the same attributes, so that a connection of the
     extension is known to both. What an extension caches of parameters would be wrong on
     the other one. Its known calls name these attributes, and they stay apart.
+
+    The runner shows no drafter. The live one is not to be written while it drafts, and
+    a version without the drafter's tensors leaves it as it is.
     """
     runner = worker.model_runner
-    own_runner = _like(runner, {"model": _fixed(model)})
+    absent = {name: _absent(name) for name in DRAFTERS}
+    own_runner = _like(runner, absent | {"model": _fixed(model)})
     rows = matched(methods(worker))
     private: dict[str, Any] = {}
     names = {name for row in rows for name in row.private}
@@ -413,6 +420,15 @@ def _like(owner: Any, properties: dict[str, Any]) -> Any:
 
 def _fixed(value: object) -> property:
     return property(lambda self: value)
+
+
+def _absent(name: str) -> property:
+    def read(self: object) -> Any:
+        raise AttributeError(
+            f"an adopted call replaces the model alone, and sees no {name}"
+        )
+
+    return property(read)
 
 
 def _kept_in(store: dict[str, Any], name: str) -> property:

@@ -41,7 +41,7 @@ from vllm.inflight.worker.model.classifier import SCORE
 from vllm.inflight.worker.model.layers import parameters_by_name
 from vllm.inflight.worker.replay_plan import Entry, replay
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
-from vllm.inflight.worker.staging.coverage import Coverage
+from vllm.inflight.worker.staging.coverage import Coverage, Fill
 from vllm.inflight.worker.staging.throttle import undirected
 from vllm.inflight.worker.verify.checks import Problem, TensorChecks, rejection
 from vllm.inflight.worker.verify.content import Content
@@ -613,6 +613,11 @@ class UpdateLoader:
     def shares(self) -> list[int] | None:
         """Of a delta, see `DeltaWriter.shares`."""
         return None if self._writer is None else self._writer.shares()
+
+    def due(self) -> dict[str, Fill]:
+        """What has been written of each parameter that the update has to fill."""
+        names = self.coverage.due(self._manifest)
+        return {n: fill for n, fill in self.coverage.fills.items() if n in names}
 
     def leave_unsent(self) -> list[str]:
         """Let parameters that nothing was sent for keep their live values.

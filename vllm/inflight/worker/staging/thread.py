@@ -340,8 +340,7 @@ class StagingThread(Background):
             # rolled back to from here on.
             self._open()
             self._shadow.stale.update(self._shadow.required)
-        parameters = tally(intake.coverage.fills)
-        self._status = replace(self._status, parameters=parameters)
+        self._status = replace(self._status, parameters=tally(intake.due()))
 
     def _allow_lack(self, framework: str, may_be_first: bool) -> None:
         """Let parameters keep their live values if the framework never sends them."""

@@ -1,7 +1,7 @@
 """One arm of the benchmark of frameworks' pauses: an engine, and how they update it.
 
-`python -m benchmarks.framework_arm NAME CHECKPOINT FD`, started by
-benchmarks/framework_pauses.py. NAME is a value of `--inflight-pauses`. A checkpoint of
+`python -m benchmarks.frameworks.pauses_arm NAME CHECKPOINT FD`, started by
+benchmarks/frameworks/pauses.py. NAME is a value of `--inflight-pauses`. A checkpoint of
 a plan is written `FRAMEWORK=FOLDER`: the arm then makes the calls of this framework.
 Pause, update calls and continue have the arguments that the framework's trainer uses.
 The tensors come from the file in place of a trainer's group.

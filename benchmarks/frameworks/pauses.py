@@ -1,4 +1,4 @@
-"""Frameworks' pauses, obeyed and absorbed: `python -m benchmarks.framework_pauses`.
+"""Frameworks' pauses, obeyed and absorbed: `python -m benchmarks.frameworks.pauses`.
 
 Two engines of one model take turns on the machine. One obeys pauses and the other
 absorbs them. Both get the same calls: those that TRL, OpenRLHF, prime-rl, SkyRL and
@@ -22,7 +22,7 @@ from rich.table import Table
 
 from benchmarks.checkpoint import make_checkpoint, num_parameters
 from benchmarks.figures import UpdateFigures, steady, update_figures
-from benchmarks.framework_arm import SEQUENCES
+from benchmarks.frameworks.pauses_arm import SEQUENCES
 from benchmarks.machine import facts
 from benchmarks.process import ArmProcess, arm
 from benchmarks.record import Plan
@@ -39,7 +39,7 @@ def measure(options: argparse.Namespace, checkpoints: list[Path]) -> list[ArmPro
     folders = cycle(str(path.resolve()) for path in checkpoints[::-1])
 
     def started(name: str) -> AbstractContextManager[ArmProcess]:
-        module = "benchmarks.framework_arm"
+        module = "benchmarks.frameworks.pauses_arm"
         return arm(name, module, checkpoints[0], OUT / f"pauses-{name}.log")
 
     with started(OBEY) as obeying, started(ABSORB) as absorbing:

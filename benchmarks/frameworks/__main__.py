@@ -1,0 +1,174 @@
+"""Frameworks' own updates while decoding, here and on plain vLLM, on GPUs.
+
+`python -m benchmarks.frameworks verl openrlhf`. Sender and worker extension are those
+of the framework's package (`make test-frameworks` installs them). verl has its weights
+on the engine's GPU, OpenRLHF on the next one. The first arm has vllm-inflight, and the
+second is vLLM with the same files, without the plugin. Both make the same calls:
+
+- verl: one worker call, and nothing around it. (verl's trainer aborts all requests
+  around it, and sends them again. Nothing would be left to measure.)
+- OpenRLHF: a pause `keep`, a worker call for each parameter, and the end of the pause.
+  The first arm absorbs pauses. It also makes the calls without the pause, which on
+  plain vLLM would decode with a mixture of both versions.
+
+`--tiny` tries the benchmark out with a tiny model, also without a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.figures import summary, update_figures
+from benchmarks.frameworks.arm import ENGINE, FRAMEWORK, IN_PAUSE, WITHOUT_PAUSE
+from benchmarks.frameworks.on_host import UNPACKED
+from benchmarks.frameworks.packages import OWN
+from benchmarks.frameworks.trainer import JOB
+from benchmarks.machine import facts
+from benchmarks.process import arm
+from benchmarks.record import OURS, UPSTREAM, Plan, Record
+from benchmarks.shapes import write_shape
+
+WAYS = {
+    "verl": {OURS: (WITHOUT_PAUSE,), UPSTREAM: (WITHOUT_PAUSE,)},
+    "openrlhf": {OURS: (IN_PAUSE, WITHOUT_PAUSE), UPSTREAM: (IN_PAUSE,)},
+}
+"""Framework → arm → how its updates are made; the first way is compared."""
+NUM_GPUS = {"verl": 1, "openrlhf": 2}
+ROWS = {
+    "tokens_per_s": ("decoding alone, tokens/s", "{:.0f}"),
+    "gap_steady_max_ms": ("gap, decoding alone: max, ms", "{:.1f}"),
+    "gap_update_median_ms": ("largest gap at an update: median, ms", "{:.1f}"),
+    "gap_update_max_ms": ("largest gap at an update: worst, ms", "{:.1f}"),
+    "tokens_share": ("tokens/s during an update, of decoding alone", "{:.1%}"),
+    "update_s": ("from call to return, s", "{:.3f}"),
+    "lost_s": ("decoding time lost to an update, s", "{:.3f}"),
+}
+ENGINES = {
+    "8B": {"max_model_len": 8192, "gpu_memory_utilization": 0.6},
+    "tiny": {"max_model_len": 8192, "enforce_eager": True},
+}
+
+console = Console()
+
+
+def measure(framework: str, options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    """`arm: way` → its figures, one arm after the other."""
+    probes: dict[str, list[list[int]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_shape(options.shape, Path(folder))
+        for name in options.arms:
+            log = options.out / f"frameworks-{framework}-{name}.log"
+            started = time.monotonic()
+            with arm(name, "benchmarks.frameworks.arm", path, log) as process:
+                took = time.monotonic() - started
+                console.print(f"{framework}, {name}: up in {took:.0f} s")
+                for way in WAYS[framework][name]:
+                    first = process.carry_out(plan(options, way, 2))
+                    console.print(f"[dim]{name}, {way}, the first: {_line(first)}")
+                    process.records.clear()
+                    for _ in range(options.rounds):
+                        record = process.carry_out(plan(options, way, options.updates))
+                        console.print(f"[dim]{name}, {way}: {_line(record)}")
+                    records = list(process.records)
+                    probes.setdefault(way, []).append(records[-1].probe)
+                    found = summary(records)
+                    found["first"] = [asdict(u) for u in update_figures(first)]
+                    found["are_tokens_same"] = probes[way][0] == probes[way][-1]
+                    yield f"{name}, {way}", found
+
+
+def plan(options: argparse.Namespace, way: str, num_updates: int) -> Plan:
+    """A round: its streams, and so many updates while they decode."""
+    return Plan(options.streams, 64, options.steady, [way] * num_updates)
+
+
+def compared(framework: str, arms: dict[str, Any]) -> dict[str, float] | None:
+    """What plain vLLM has, divided by what this package has; with the same calls."""
+    way = WAYS[framework][UPSTREAM][0]
+    ours, upstream = arms.get(f"{OURS}, {way}"), arms.get(f"{UPSTREAM}, {way}")
+    if ours is None or upstream is None:
+        return None
+    rows = "gap_update_median_ms", "gap_update_max_ms", "lost_s", "update_s"
+    return {row: upstream[row] / ours[row] for row in rows if ours[row] > 0}
+
+
+def show(framework: str, report: dict[str, Any]) -> None:
+    """The table of one framework, and how its arms compare."""
+    table = Table(title=f"{framework}'s own update")
+    table.add_column("")
+    for name in report["arms"]:
+        table.add_column(name, justify="right")
+    for key, (label, style) in ROWS.items():
+        table.add_row(label, *(style.format(a[key]) for a in report["arms"].values()))
+    console.print(table)
+    for row, ratio in (report["ratios"] or {}).items():
+        console.print(f"{framework}: {row}: plain vLLM has {ratio:.1f} times ours")
+
+
+def _line(record: Record) -> str:
+    return ", ".join(
+        f"{u.seconds:.3f} s/{u.gap_max_ms:.1f} ms/{u.tokens_share:.0%}"
+        for u in update_figures(record)
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("frameworks", nargs="+", choices=WAYS)
+    parser.add_argument("--arms", nargs="+", default=[OURS, UPSTREAM])
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--updates", type=int, default=10, help="per way and round")
+    parser.add_argument("--steady", type=float, default=0.5, help="seconds around each")
+    parser.add_argument(
+        "--tiny", action="store_const", const="tiny", default="8B", dest="shape"
+    )
+    parser.add_argument("--out", type=Path, default=Path("out/bench"))
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+    for framework in options.frameworks:
+        if not OWN[framework].folder.is_dir():
+            raise SystemExit(f"{framework} is not here; `make test-frameworks` does it")
+        if gpus and len(gpus) < NUM_GPUS[framework]:
+            raise SystemExit(f"{framework} needs {NUM_GPUS[framework]} GPUs")
+    os.environ |= {
+        ENGINE: json.dumps(ENGINES[options.shape]),
+        JOB: str(os.getpid()),
+        UNPACKED: "1",
+        # As OpenRLHF does, whose calls have a dtype among their arguments.
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    }
+    report: dict[str, Any] = {
+        "machine": facts() | {"gpus": gpus},
+        "shape": options.shape,
+        "streams": options.streams,
+        "frameworks": {},
+    }
+    file = options.out / "frameworks.json"
+    for framework in options.frameworks:
+        os.environ[FRAMEWORK] = framework
+        found: dict[str, Any] = {"arms": {}, "ratios": None}
+        report["frameworks"][framework] = found
+        for name, figures in measure(framework, options):
+            found["arms"][name] = figures
+            found["ratios"] = compared(framework, found["arms"])
+            file.write_text(json.dumps(report, indent=1) + "\n")
+        show(framework, found)
+    console.print(f"Written: {file}")
+
+
+if __name__ == "__main__":
+    main()

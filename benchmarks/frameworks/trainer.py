@@ -1,0 +1,289 @@
+"""The trainer of a framework, in a process of its own, with the framework's own sender.
+
+`python -m benchmarks.frameworks.trainer FRAMEWORK SOURCE NUM_RANKS HANDLE`, started by
+`TrainerProcess`. SOURCE is the folder of a model's shape, whose weights are drawn, or
+`files`: each order then names a checkpoint. The calls that a framework's trainer makes
+of its engines, through Ray, pass through a pipe here.
+
+OpenRLHF's trainer broadcasts over NCCL from the GPU after the engine's. verl's has its
+weights on the engine's own GPUs, and lends a buffer on each by CUDA IPC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.frameworks.packages import OWN
+
+HOST = "127.0.0.1"
+FILES = "files"
+BUCKET_MB = "BENCH_BUCKET_MB"
+"""In the environment: the size of verl's buffer, if it is not verl's own."""
+JOB = "VERL_RAY_JOB_ID"
+"""In the environment: a part of the address where verl's two ends meet."""
+
+Tensors = dict[str, torch.Tensor]
+Call = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
+"""Makes a worker call: method, arguments and keyword arguments."""
+
+
+@dataclass(frozen=True)
+class Version:
+    """An order to send a version.
+
+    Attributes:
+        folder: the checkpoint, if weights are not drawn.
+        pause_s: for so long nothing is sent when half of it has been.
+
+    """
+
+    folder: Path | None = None
+    pause_s: float = 0
+
+
+class Engine:
+    """The engine, as its trainer calls it: one call at a time."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+
+    def begin(self, method: str, *args: Any, **kwargs: Any) -> None:
+        """Make a worker call, and do not wait for it."""
+        self._pipe.send((method, args, kwargs))
+
+    def end(self) -> Any:
+        """What the call has returned; raises what it has raised."""
+        reply = self._pipe.recv()
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+
+class OpenRLHF:
+    """OpenRLHF: a broadcast and a worker call for each parameter."""
+
+    def __init__(self, engine: Engine, num_ranks: int) -> None:
+        from openrlhf.utils.distributed_util import stateless_init_process_group
+
+        self._engine = engine
+        port, size = _free_port(), 1 + num_ranks
+        engine.begin("init_process_group", HOST, port, 1, size, "openrlhf", "nccl")
+        self._group = stateless_init_process_group(HOST, port, 0, size, device_of(-1))
+        engine.end()
+        if getattr(self._group, "disabled", False):
+            raise RuntimeError("vLLM's NCCL communicator is disabled in this process")
+
+    def send(self, tensors: Tensors, *, pause_s: float = 0) -> None:
+        """Send a version; see `Version`."""
+        for number, (name, tensor) in enumerate(tensors.items(), 1):
+            told = name, tensor.dtype, tensor.shape, number == len(tensors)
+            self._engine.begin("update_weight", *told)
+            if 2 * number // len(tensors) == 1 and pause_s:
+                time.sleep(pause_s)
+                pause_s = 0
+            stream = torch.cuda.current_stream()
+            self._group.broadcast(tensor, src=0, stream=stream)
+            self._engine.end()
+
+
+class Verl:
+    """verl: one worker call, and a sender of buckets for each rank."""
+
+    def __init__(self, engine: Engine, num_ranks: int) -> None:
+        self._engine, self._num_ranks = engine, num_ranks
+
+    def send(self, tensors: Tensors, *, pause_s: float = 0) -> None:
+        """Send a version; verl's sender cannot be told to pause."""
+        has_gpu = torch.cuda.is_available()
+        self._engine.begin("update_weights_from_ipc", use_shm=not has_gpu)
+        failures: list[BaseException] = []
+        threads = [
+            threading.Thread(target=self._send_to, args=(rank, tensors, failures))
+            for rank in range(self._num_ranks)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self._engine.end()
+        for failure in failures:
+            raise failure
+
+    def _send_to(
+        self, rank: int, tensors: Tensors, failures: list[BaseException]
+    ) -> None:
+        from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import (
+            BucketedWeightSender,
+        )
+
+        device = device_of(rank)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        sender = BucketedWeightSender(
+            f"ipc:///tmp/rl-colocate-zmq-{os.environ[JOB]}-replica-0-rank-{rank}.sock",
+            int(os.environ.get(BUCKET_MB, 512)),
+            use_shm=device.type == "cpu",
+        )
+        try:
+            asyncio.run(sender.async_send_weights(iter(tensors.items())))
+        except BaseException as failure:
+            failures.append(failure)
+
+
+class PrimeRL:
+    """prime-rl: a worker call with the folder of a checkpoint."""
+
+    def __init__(self, engine: Engine, num_ranks: int) -> None:
+        self._engine = engine
+
+    def send(self, folder: Path) -> None:
+        """Let the engine read a version."""
+        self._engine.begin("update_weights_from_path", str(folder))
+        self._engine.end()
+
+
+SENDERS: dict[str, Any] = {"openrlhf": OpenRLHF, "verl": Verl, "prime_rl": PrimeRL}
+
+
+def device_of(number: int) -> torch.device:
+    """A GPU by its number, -1 for the last one; the host if there are none."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", number % torch.cuda.device_count())
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+class TrainerProcess:
+    """The connection to a trainer: gives it orders, and makes the calls it asks for.
+
+    Args:
+        framework: a key of `SENDERS`.
+        source: the folder of a shape, or `files`.
+        num_ranks: of the engine.
+
+    """
+
+    def __init__(self, framework: str, source: str, num_ranks: int) -> None:
+        self._pipe, far = Pipe()
+        module = "benchmarks.frameworks.trainer"
+        handle = str(far.fileno())
+        self._process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", module),
+                *(framework, source, str(num_ranks), handle),
+            ],
+            pass_fds=[far.fileno()],
+            start_new_session=True,
+        )
+        far.close()
+
+    def ready(self) -> None:
+        """Wait until it has its weights."""
+        self._pipe.recv()
+
+    def join(self, call: Call) -> None:
+        """Let it join the group of the engine's workers, where there is one."""
+        self.carry_out(None, call)
+
+    def carry_out(self, order: Version | None, call: Call) -> None:
+        """Let it send a version; None: let it join.
+
+        Raises:
+            Exception: what a call has raised.
+
+        """
+        self._pipe.send(order)
+        while True:
+            told = self._pipe.recv()
+            if isinstance(told, Exception):
+                raise told
+            if told is None:
+                return
+            try:
+                reply = call(*told)
+            except Exception as error:
+                reply = error
+            self._pipe.send(reply)
+
+    def end(self) -> None:
+        """End the process, whatever it does."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def orders(pipe: Connection) -> Iterator[Any]:
+    """The orders that come until the other end is closed."""
+    with suppress(EOFError):
+        while True:
+            yield pipe.recv()
+
+
+def main(framework: str, source: str, num_ranks: str, handle: str) -> None:
+    """Get weights ready, join, then send a version at every order."""
+    pipe = Connection(int(handle))
+    device = device_of(0 if framework == "verl" else -1)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        from benchmarks.frameworks.on_host import use_host
+
+        use_host()
+    OWN[framework].use()
+    weights: Any = None
+    if source != FILES:
+        from benchmarks.gpu.trainer import Weights
+
+        weights = Weights(source, device)
+    pipe.send("ready")
+    sender: Any = None
+    for order in orders(pipe):
+        try:
+            if sender is None:
+                sender = SENDERS[framework](Engine(pipe), int(num_ranks))
+            elif weights is not None:
+                weights.change()
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                sender.send(dict(weights.read_tensors()))
+            elif framework == "prime_rl":
+                sender.send(order.folder)
+            else:
+                sender.send(_read(order.folder, device), pause_s=order.pause_s)
+        except Exception as error:
+            pipe.send(error)
+        else:
+            pipe.send(None)
+
+
+def _read(folder: Path, device: torch.device) -> Tensors:
+    from safetensors.torch import load_file
+
+    found: Tensors = load_file(folder / "model.safetensors", device=str(device))
+    return found
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
