@@ -25,9 +25,9 @@ from tests.support.transports.peers import HOST
 from tests.support.waiting import until
 from vllm.inflight.errors import InflightError
 from vllm.inflight.releases.table import adapter
+from vllm.inflight.trainer.deltas.policy import Sent
 from vllm.inflight.transport.buckets.tensor_list import Pair
 from vllm.inflight.transport.collective.trainer_engine import ShardMeta
-from vllm.inflight.transport.delta_updates import Sent
 from vllm.inflight.transport.waiting import in_background
 
 _Source: Any = adapter("weight source")

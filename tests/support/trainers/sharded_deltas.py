@@ -39,9 +39,9 @@ from vllm.inflight.errors import (
     TransferFault,
     UpdateBusy,
 )
-from vllm.inflight.trainer.published import version_digest
-from vllm.inflight.transport.delta_updates import DeltaPolicy
-from vllm.inflight.transport.shard_updates import ShardUpdates
+from vllm.inflight.trainer.deltas.policy import DeltaPolicy
+from vllm.inflight.trainer.deltas.published import version_digest
+from vllm.inflight.trainer.deltas.shard_updates import ShardUpdates
 from vllm.inflight.transport.weight_source import Weights
 from vllm.inflight.update import Manifest, TensorSpec
 

@@ -14,9 +14,13 @@ import torch
 from tests.support.deltas import random_bits
 from vllm.inflight import ops
 from vllm.inflight.errors import ConfigError
-from vllm.inflight.trainer.shard_search import ShardedVersion, ShardReport, ShardSearch
+from vllm.inflight.trainer.deltas.ranks import TrainerRanks
+from vllm.inflight.trainer.deltas.shard_search import (
+    ShardedVersion,
+    ShardReport,
+    ShardSearch,
+)
 from vllm.inflight.trainer.sources.shards import Box, OwnShard, own_shard
-from vllm.inflight.transport.trainer_ranks import TrainerRanks
 from vllm.inflight.update import TensorSpec
 
 ROOT = Path(__file__).parents[3]

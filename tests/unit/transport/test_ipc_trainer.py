@@ -22,7 +22,7 @@ from vllm.inflight.errors import (
     WrongPhase,
 )
 from vllm.inflight.releases.table import adapter
-from vllm.inflight.trainer.delta import MOST_UNSUPPORTED
+from vllm.inflight.trainer.deltas.delta import MOST_UNSUPPORTED
 from vllm.inflight.transport.cuda_ipc.receiver_engine import IpcEngine
 from vllm.inflight.transport.cuda_ipc.trainer_engine import (
     IpcTrainer,

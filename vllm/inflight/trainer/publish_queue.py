@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from vllm.inflight.background import Background
 from vllm.inflight.errors import Cancelled
 from vllm.inflight.trainer.coordinator import GIVE_UP_S, SLACK_S
-from vllm.inflight.trainer.delta import Delta
+from vllm.inflight.trainer.deltas.delta import Delta
 from vllm.inflight.trainer.outcome import Outcome, PublishFuture
 from vllm.inflight.trainer.retry import RetryBudget
 from vllm.inflight.trainer.snapshot import Snapshot

@@ -37,20 +37,24 @@ from vllm.inflight.tensor_names import matcher
 from vllm.inflight.trainer.control.engines import Controls
 from vllm.inflight.trainer.control.pause import Calls, Pause
 from vllm.inflight.trainer.coordinator import Coordinator, Progress, call_all
-from vllm.inflight.trainer.delta import (
+from vllm.inflight.trainer.deltas.delta import (
     MOST_UNSUPPORTED,
     OF_A_DELTA,
     POLICIES,
     Delta,
     DeltaSearch,
 )
+from vllm.inflight.trainer.deltas.kept_file import KeptFile
+from vllm.inflight.trainer.deltas.published import (
+    SCRUB_EVERY,
+    KeptScrubs,
+    PublishedVersion,
+)
 from vllm.inflight.trainer.engine_clients import InProcessEngine, connect
 from vllm.inflight.trainer.http_client import Reply
-from vllm.inflight.trainer.kept_file import KeptFile
 from vllm.inflight.trainer.name_matching import AUTO, NameMatching
 from vllm.inflight.trainer.outcome import Outcome, note_unheard
 from vllm.inflight.trainer.publish_queue import ON_BUSY, PublishQueue, QueuedPublish
-from vllm.inflight.trainer.published import SCRUB_EVERY, KeptScrubs, PublishedVersion
 from vllm.inflight.trainer.retry import FIRST_DELAY_S, LAST_DELAY_S, RetryBudget
 from vllm.inflight.trainer.snapshot import Snapshot, sweep
 from vllm.inflight.trainer.sources import stream as sources

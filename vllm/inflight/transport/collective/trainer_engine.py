@@ -16,16 +16,17 @@ import torch
 from vllm.inflight import upstream
 from vllm.inflight.errors import Cancelled
 from vllm.inflight.releases.table import adapter
-from vllm.inflight.trainer.published import SCRUB_EVERY
+from vllm.inflight.trainer.deltas.policy import DeltaPolicy
+from vllm.inflight.trainer.deltas.published import SCRUB_EVERY
+from vllm.inflight.trainer.deltas.shard_updates import ShardUpdates
+from vllm.inflight.trainer.deltas.updates import DeltaUpdates
 from vllm.inflight.trainer.sources.stream import gathering
 from vllm.inflight.transport.buckets.sender import Sender
 from vllm.inflight.transport.buckets.tensor_list import Pair, TensorList
 from vllm.inflight.transport.buckets.tensor_slices import Shard
 from vllm.inflight.transport.collective.connect import open_group
 from vllm.inflight.transport.collective.rendezvous import Rendezvous
-from vllm.inflight.transport.delta_updates import DeltaPolicy, DeltaUpdates
 from vllm.inflight.transport.group import Terms
-from vllm.inflight.transport.shard_updates import ShardUpdates
 from vllm.inflight.transport.update_calls import UpdateCalls, update_of
 from vllm.inflight.transport.waiting import WaitLimit, in_background
 from vllm.inflight.update import TensorSpec

@@ -14,13 +14,13 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.releases.table import adapter
-from vllm.inflight.trainer.published import SCRUB_EVERY
+from vllm.inflight.trainer.deltas.published import SCRUB_EVERY
+from vllm.inflight.trainer.deltas.updates import DeltaUpdates
 from vllm.inflight.trainer.sources.stream import gathering
 from vllm.inflight.transport.buckets.tensor_list import Pair, TensorList
 from vllm.inflight.transport.collective.trainer_engine import join_gathering
 from vllm.inflight.transport.cuda_ipc.driver import CudaMemory, SharedMemory
 from vllm.inflight.transport.cuda_ipc.handles import Exports
-from vllm.inflight.transport.delta_updates import DeltaUpdates
 from vllm.inflight.transport.update_calls import update_of
 
 

@@ -20,9 +20,11 @@ import torch
 from vllm.inflight.delta.part import Part
 from vllm.inflight.delta.parts import named
 from vllm.inflight.errors import ConfigError
-from vllm.inflight.trainer.delta import OF_A_DELTA, WHOLE_FROM
-from vllm.inflight.trainer.published import SCRUB_EVERY, version_digest
-from vllm.inflight.trainer.shard_search import (
+from vllm.inflight.trainer.deltas.delta import OF_A_DELTA, WHOLE_FROM
+from vllm.inflight.trainer.deltas.policy import DeltaPolicy, Sent
+from vllm.inflight.trainer.deltas.published import SCRUB_EVERY, version_digest
+from vllm.inflight.trainer.deltas.ranks import TrainerRanks
+from vllm.inflight.trainer.deltas.shard_search import (
     ShardedVersion,
     ShardReport,
     ShardSearch,
@@ -30,10 +32,7 @@ from vllm.inflight.trainer.shard_search import (
     smallest,
 )
 from vllm.inflight.trainer.sources.shards import OwnShard
-from vllm.inflight.trainer.sources.stream import gathering
-from vllm.inflight.transport.buckets.tensor_list import Pair
-from vllm.inflight.transport.delta_updates import DeltaPolicy, Sent
-from vllm.inflight.transport.trainer_ranks import TrainerRanks
+from vllm.inflight.trainer.sources.stream import Pair, gathering
 from vllm.inflight.update import Manifest, TensorSpec
 
 logger = logging.getLogger(__name__)
