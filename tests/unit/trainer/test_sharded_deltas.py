@@ -43,7 +43,7 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: Any) -> dict[str, Any
     if refused is not None:
         assert len(set(refused)) == 1
         assert "rank 1 of the trainer: Whole has no read_shards" in refused[0]
-    assert len(found) == {2: 2, 4: 4}[request.param]
+    assert len(found) == {2: 3, 4: 5}[request.param]
     return found
 
 

@@ -10,8 +10,8 @@ import torch
 from vllm.distributed.weight_transfer.base import ParamMeta
 
 from tests.support.transports.host_memory import HostMemory
+from tests.support.transports.lent_to import receive, worker
 from tests.support.transports.peers import digests, tensors
-from tests.unit.transport.test_ipc import receive, worker
 from vllm.inflight import ops
 from vllm.inflight.delta.decode import apply, decode
 from vllm.inflight.delta.parts import ArrivingParts

@@ -26,8 +26,9 @@ from vllm.inflight.trainer.snapshot import check_tensor
 from vllm.inflight.trainer.sources.stream import Pair
 from vllm.inflight.update import Manifest, TensorSpec
 
-Transfer = Callable[[dict[str, Any], list[Pair]], None]
-"""Has the engines commit one update: its manifest, and the tensors to send."""
+Transfer = Callable[[Manifest, list[Pair]], str | None]
+"""Has the engines commit one update: its manifest, and the tensors to send. Returns the
+digest of what they serve then, if they told it."""
 
 
 class DeltaUpdates:
@@ -118,24 +119,26 @@ class DeltaUpdates:
             whole = self._keep(found)
             search_s = time.perf_counter() - began
         pairs = list(whole.pairs())
-        self._transfer(Manifest(whole.specs).to_dict(), pairs)
-        self._confirm(whole, is_delta=False, pairs=pairs, search_s=search_s)
+        served = self._transfer(Manifest(whole.specs), pairs)
+        self._confirm(whole, served, is_delta=False, pairs=pairs, search_s=search_s)
 
     def _send_delta(self, delta: Delta, search_s: float) -> bool:
         """Send a delta; False if the version has to be sent whole."""
         pairs = list(named(delta.parts))
         try:
-            self._transfer(delta.manifest(None).to_dict(), pairs)
+            served = self._transfer(delta.manifest(None), pairs)
         except OF_A_DELTA as error:
             self._policy.note_rejected(error)
             return False
         self._policy.note_committed()
-        self._confirm(delta.commit(), is_delta=True, pairs=pairs, search_s=search_s)
+        version = delta.commit()
+        self._confirm(version, served, is_delta=True, pairs=pairs, search_s=search_s)
         return True
 
     def _confirm(
         self,
         version: PublishedVersion,
+        served: str | None,
         *,
         is_delta: bool,
         pairs: list[Pair],
@@ -145,8 +148,7 @@ class DeltaUpdates:
         num_bytes = sum(tensor.nbytes for _, tensor in pairs)
         self.last = Sent(is_delta, num_bytes, search_s)
         # Where an engine digests other tensors than were sent, no delta has its base.
-        reply = getattr(self._client, "committed", None) or {}
-        is_served = reply.get("digest", version.digest) == version.digest
+        is_served = served in (None, version.digest)
         is_sound = is_served and self._scrubs.is_sound(version, is_delta=is_delta)
         self._base = version if is_sound else None
 
