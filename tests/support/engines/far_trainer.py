@@ -108,7 +108,7 @@ def run(
 
     def joined() -> Any:
         return WeightTransferTrainerFactory.trainer_init(
-            _init_info(backend, common), client=Client(pipe), source=source
+            init_info(backend, common), client=Client(pipe), source=source
         )
 
     engine = joined()
@@ -136,7 +136,8 @@ def run(
         pipe.send(("done", last))
 
 
-def _init_info(backend: str, common: dict[str, Any]) -> Any:
+def init_info(backend: str, common: dict[str, Any]) -> Any:
+    """The init info of a backend."""
     if backend == "nccl":
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
