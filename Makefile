@@ -144,8 +144,8 @@ build/schemathesis: # beside the environment: nothing else needs it
 bench: setup ## the CPU benchmarks
 	$(PY) -m benchmarks.cpu
 
-bench-delta: setup ## speed and size of deltas, on the CPU
-	$(PY) -m benchmarks.delta
+bench-delta: setup ## DELTA="--no-steps": speed and size of deltas, and what real steps change, on the CPU
+	$(PY) -m benchmarks.delta $(DELTA)
 
 docs: setup ## the generated tables of docs/, then the site in build/site/
 	$(PY) -m docs.generate

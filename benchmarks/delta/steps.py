@@ -3,7 +3,8 @@
 A model learns the text of this repository: first at a high rate, then, from there
 again and again, at each learning rate of the benchmark. After each step its bf16
 weights are compared with those of the step before, and of 8 and 32 steps before. So are
-the FP8 and int8 checkpoints that are made from them, after every tenth step.
+the FP8 and int8 checkpoints that are made from them, after every tenth step. With
+`--every 5`, only each fifth step is compared with the one before.
 
 It needs torch alone; with `--coded` also this package and its native core.
 """
@@ -84,7 +85,9 @@ def of_rate(training: Training, options: argparse.Namespace) -> dict[str, Any]:
         for apart, old in before.items():
             if number % apart:
                 continue
-            rows.setdefault(f"apart {apart}", []).append(row(old, now, options.coded))
+            if apart > 1 or number % options.every == 0:
+                some = rows.setdefault(f"apart {apart}", [])
+                some.append(row(old, now, options.coded))
             if apart == 1 and number % QUANTISED_EVERY == 0:
                 for kind in QUANTISED:
                     pair = checkpoint(old, kind), checkpoint(now, kind)
@@ -125,6 +128,9 @@ def add_options(parser: argparse.ArgumentParser, *, size: str, steps: int) -> No
     parser.add_argument("--size", choices=SIZES, default=size)
     parser.add_argument("--rates", type=float, nargs="+", default=RATES)
     parser.add_argument("--steps", type=int, default=steps, help="at each rate")
+    parser.add_argument(
+        "--every", type=int, default=1, help="of the steps are compared with the last"
+    )
     parser.add_argument("--train-steps", type=int, default=60, help="before")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=64)

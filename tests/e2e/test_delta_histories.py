@@ -22,7 +22,7 @@ from tests.support.models.families import cpu_options
 from vllm.inflight import ops
 from vllm.inflight.errors import InflightError
 from vllm.inflight.trainer import Publisher
-from vllm.inflight.trainer.published import version_digest
+from vllm.inflight.trainer.deltas.published import version_digest
 from vllm.inflight.update import TensorSpec
 
 pytestmark = pytest.mark.engine

@@ -20,7 +20,7 @@ from vllm.inflight.errors import (
     WeightsMismatch,
 )
 from vllm.inflight.trainer import Publisher
-from vllm.inflight.trainer.published import PublishedVersion
+from vllm.inflight.trainer.deltas.published import PublishedVersion
 from vllm.inflight.worker.delta.whole_tensors import DeltaTensors
 
 pytestmark = pytest.mark.engine

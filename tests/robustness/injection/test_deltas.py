@@ -22,8 +22,8 @@ from tests.e2e.test_deltas import Sent, step, tokens
 from tests.support.engines.unpacked import unpacked
 from vllm.inflight.errors import InflightError
 from vllm.inflight.trainer import Publisher
-from vllm.inflight.trainer.delta import DeltaSearch
-from vllm.inflight.trainer.published import PublishedVersion
+from vllm.inflight.trainer.deltas.delta import DeltaSearch
+from vllm.inflight.trainer.deltas.published import PublishedVersion
 from vllm.inflight.worker.delta import whole_tensors
 from vllm.inflight.worker.delta.whole_tensors import DeltaTensors
 from vllm.inflight.worker.delta.writer import DeltaWriter

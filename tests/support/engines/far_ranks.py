@@ -12,36 +12,52 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from benchmarks.gpu.trainer import Client
-from tests.support.engines.far_trainer import FarTrainer
+from tests.support.engines.far_trainer import FarTrainer, init_info
 from tests.support.ports import free_port
 from tests.support.preloaded_process import nursery
 from tests.support.transports.peers import HOST
 from vllm.inflight.errors import InflightError
-from vllm.inflight.transport.collective.trainer_engine import GlooTrainerInitInfo
 from vllm.inflight.transport.weight_source import Weights
 
 BY_COLUMN = "o_proj", "down_proj"
 """Cut along dimension 1, as row-parallel layers are."""
 
 
-def run(pipe: Any, rank: int, size: int, folder: str, common: dict[str, Any]) -> None:
+def run(
+    pipe: Any,
+    rank: int,
+    size: int,
+    folder: str,
+    backend: str,
+    group: str,
+    common: dict[str, Any],
+) -> None:
     """The process of one rank: joins, then sends what it is told to."""
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
+    device = torch.device("cpu")
+    if backend != "inflight_gloo":
+        # The engine has the first GPU, or shares the only one.
+        device = torch.device("cuda", torch.cuda.device_count() - 1 - rank)
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)  # else the mesh would choose another one
     place = {"rank": rank, "world_size": size}
-    dist.init_process_group("gloo", init_method=common.pop("store"), **place)
-    mesh = init_device_mesh("cpu", (size,))
+    dist.init_process_group(group, init_method=common.pop("store"), **place)
+    mesh = init_device_mesh(device.type, (size,))
 
     def shards(of: str) -> dict[str, torch.Tensor]:
         return {
             name: distribute_tensor(
-                tensor, mesh, [Shard(int(any(one in name for one in BY_COLUMN)))]
+                tensor.to(device),
+                mesh,
+                [Shard(int(any(one in name for one in BY_COLUMN)))],
             )
             for name, tensor in load_file(Path(of, "model.safetensors")).items()
         }
 
     kept = shards(folder)
-    info = GlooTrainerInitInfo(rank=rank, delta="auto", delta_shards=True, **common)
+    common |= {"rank": rank, "delta": "auto", "delta_shards": True}
+    info = init_info(backend, common)
     client = Client(pipe) if rank == 0 else None
     engine = WeightTransferTrainerFactory.trainer_init(
         info, client=client, source=Weights(kept)
@@ -64,18 +80,31 @@ class FarRanks(FarTrainer):
     Args:
         llm: the engine that takes its weights, in this process.
         folder: the first checkpoint that the ranks have.
-        size: how many there are.
+        store: a file by which they meet.
+        size: how many there are; on GPUs, each has one of its own.
+        backend: `inflight_gloo`, `inflight_nccl` or `inflight_ipc`.
+        group: what torch's group of the ranks is made of.
 
     """
 
-    def __init__(self, llm: Any, folder: Path, store: Path, size: int) -> None:
+    def __init__(
+        self,
+        llm: Any,
+        folder: Path,
+        store: Path,
+        size: int,
+        backend: str = "inflight_gloo",
+        group: str = "gloo",
+    ) -> None:
         self._llm, self.silent = llm, nursery.Event()
-        common = {"master_address": HOST, "master_port": free_port(), "world_size": 2}
-        common |= {"bucket_bytes": 1 << 16, "store": f"file://{store}"}
+        common: dict[str, Any] = {"store": f"file://{store}", "bucket_bytes": 1 << 16}
+        if not backend.endswith("ipc"):
+            common |= {"master_address": HOST, "master_port": free_port()}
+            common["world_size"] = 2
         self._pipes, self._processes = [], []
         for rank in range(size):
             pipe, theirs = nursery.Pipe()
-            arguments = theirs, rank, size, str(folder), common
+            arguments = theirs, rank, size, str(folder), backend, group, common
             process = nursery.Process(target=run, args=arguments, daemon=True)
             process.start()
             theirs.close()

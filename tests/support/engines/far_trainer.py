@@ -25,9 +25,9 @@ from tests.support.transports.peers import HOST
 from tests.support.waiting import until
 from vllm.inflight.errors import InflightError
 from vllm.inflight.releases.table import adapter
+from vllm.inflight.trainer.deltas.policy import Sent
 from vllm.inflight.transport.buckets.tensor_list import Pair
 from vllm.inflight.transport.collective.trainer_engine import ShardMeta
-from vllm.inflight.transport.delta_updates import Sent
 from vllm.inflight.transport.waiting import in_background
 
 _Source: Any = adapter("weight source")
@@ -108,7 +108,7 @@ def run(
 
     def joined() -> Any:
         return WeightTransferTrainerFactory.trainer_init(
-            _init_info(backend, common), client=Client(pipe), source=source
+            init_info(backend, common), client=Client(pipe), source=source
         )
 
     engine = joined()
@@ -136,7 +136,8 @@ def run(
         pipe.send(("done", last))
 
 
-def _init_info(backend: str, common: dict[str, Any]) -> Any:
+def init_info(backend: str, common: dict[str, Any]) -> Any:
+    """The init info of a backend."""
     if backend == "nccl":
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 

@@ -28,6 +28,8 @@ from torch.distributed.tensor.parallel import (
 from torch.multiprocessing import start_processes
 
 from tests.support.deltas import stepped
+from tests.support.transports.host_memory import HostMemory
+from tests.support.transports.lent_to import receive, worker
 from vllm.inflight import ops
 from vllm.inflight.delta.decode import apply, decode
 from vllm.inflight.delta.parts import ArrivingParts
@@ -39,9 +41,15 @@ from vllm.inflight.errors import (
     TransferFault,
     UpdateBusy,
 )
-from vllm.inflight.trainer.published import version_digest
-from vllm.inflight.transport.delta_updates import DeltaPolicy
-from vllm.inflight.transport.shard_updates import ShardUpdates
+from vllm.inflight.trainer.deltas.policy import DeltaPolicy
+from vllm.inflight.trainer.deltas.published import version_digest
+from vllm.inflight.trainer.deltas.ranks import TrainerRanks
+from vllm.inflight.trainer.deltas.shard_updates import ShardUpdates
+from vllm.inflight.transport.collective.trainer_engine import spec_of
+from vllm.inflight.transport.cuda_ipc.trainer_engine import (
+    IpcTrainer,
+    IpcTrainerInitInfo,
+)
 from vllm.inflight.transport.weight_source import Weights
 from vllm.inflight.update import Manifest, TensorSpec
 
@@ -58,7 +66,6 @@ class Engine:
         self.fails: InflightError | None = None
         """What the next update is answered by, after it has come."""
         self.manifests: list[Manifest] = []
-        self.committed: dict[str, Any] = {}
 
     @property
     def digest(self) -> str:
@@ -68,9 +75,9 @@ class Engine:
         """Never called; it says that this client takes manifests."""
 
     def transfer(
-        self, stated: dict[str, Any], pairs: Iterable[tuple[str, torch.Tensor]]
-    ) -> None:
-        manifest = Manifest.parse(stated)
+        self, manifest: Manifest, pairs: Iterable[tuple[str, torch.Tensor]]
+    ) -> str:
+        manifest = Manifest.parse(manifest.to_dict())
         self.manifests.append(manifest)
         if manifest.base not in (None, self.digest):
             raise BaseMismatch("it serves another version")
@@ -95,7 +102,7 @@ class Engine:
             self.tensors, self.specs = {}, {}
         self.tensors |= new
         self.specs |= manifest.tensors
-        self.committed = {"digest": self.digest}
+        return self.digest
 
 
 class Net(nn.Module):
@@ -189,14 +196,57 @@ def cut(whole: torch.Tensor, like: DTensor, mesh: DeviceMesh) -> torch.Tensor:
     return whole
 
 
-def chain(rank: int, make: Callable[[int], Any], size: int) -> list[Any]:
+class Client:
+    """Upstream's calls, for what a trainer lends from this process."""
+
+    def __init__(self, engine: Engine, memory: HostMemory) -> None:
+        self._engine, self._worker = engine, worker(memory)
+        self.committed: dict[str, Any] = {}
+
+    def start_weight_update(self, manifest: Any = None) -> None:
+        self._manifest = Manifest.parse(manifest)
+        self._worker.model.loaded = {}
+
+    def update_weights(self, update_info: Any) -> None:
+        receive(self._worker, update_info)
+
+    def finish_weight_update(self) -> None:
+        came = self._worker.model.loaded.items()
+        self.committed = {"digest": self._engine.transfer(self._manifest, came)}
+
+    def abort_weight_update(self) -> None:
+        """Nothing is kept of an update that has failed."""
+
+
+class Lender(IpcTrainer):
+    """A trainer whose host memory is known as soon as it is lent."""
+
+    def _lendable(self, chunk: Any) -> Any:
+        assert isinstance(self._memory, HostMemory)
+        self._memory.show(dict(chunk))
+        return super()._lendable(chunk)
+
+
+def chain(
+    rank: int, make: Callable[[int], Any], size: int, *, is_lent: bool = False
+) -> list[Any]:
     """Updates one after the other; on rank 0, what became of each."""
     model = make(size)
     engine = Engine()
-    client = engine if rank == 0 else None
-    policy = DeltaPolicy("auto", "device", client)
-    cpu = torch.device("cpu")
-    updates = ShardUpdates(rank, policy, client, cpu, is_pinned=False)
+    source = Weights(model)
+    updates: Any
+    if is_lent:
+        memory = HostMemory()
+        client: Any = Client(engine, memory)
+        info = IpcTrainerInitInfo(
+            rank=rank, delta="auto", delta_shards=True, chunk_bytes=1 << 16
+        )
+        lender = Lender(info, client=client, source=source, memory=memory)
+        updates = lender.deltas
+    else:
+        policy = DeltaPolicy("auto", "device", engine if rank == 0 else None)
+        cpu = torch.device("cpu")
+        updates = ShardUpdates(TrainerRanks(rank), policy, cpu, is_pinned=False)
     seen: list[Any] = []
     truth = {n: t.clone() for n, t in net().state_dict().items()}
 
@@ -207,18 +257,16 @@ def chain(rank: int, make: Callable[[int], Any], size: int) -> list[Any]:
         for name, tensor in entries(model).items():
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             assert torch.equal(whole, truth[name]), name
-        source = Weights(model)
-        facts = [
-            TensorSpec(f.name, tuple(f.shape), str(f.dtype).removeprefix("torch."))
-            for f in source.read_facts()
-        ]
         engine.fails, engine.manifests = fails, []
         error = ""
-        if updates.are_wanted():
-            try:
+        try:
+            if is_lent:
+                lender.send_weights()
+            elif updates.are_wanted(is_subset=False):
+                facts = [spec_of(fact) for fact in source.read_facts()]
                 updates.send(source, facts, source.read_tensors, engine.transfer)
-            except InflightError as raised:
-                error = raised.code
+        except InflightError as raised:
+            error = raised.code
         if rank:
             return
         served = all(torch.equal(engine.tensors[n], t) for n, t in truth.items())
@@ -260,9 +308,9 @@ def refused(rank: int) -> list[str]:
     """What each rank raises where rank 1 alone has no shards."""
     policy = DeltaPolicy("auto", "device", None)
     cpu = torch.device("cpu")
-    updates = ShardUpdates(rank, policy, None, cpu, is_pinned=False)
+    updates = ShardUpdates(TrainerRanks(rank), policy, cpu, is_pinned=False)
     source: Any = Weights(net()) if rank == 0 else Whole()
-    assert updates.are_wanted()
+    assert updates.are_wanted(is_subset=False)
     try:
         updates.send(source, [], list, Engine().transfer)
     except ConfigError as error:
@@ -281,6 +329,7 @@ def main(rank: int, folder: str, size: int) -> None:
     for way, make in WAYS.items():
         if way in ("fsdp", "columns") or size == 4:
             found[way] = chain(rank, make, size)
+    found["lent"] = chain(rank, fsdp, size, is_lent=True)
     if size == 2:
         found["without shards"] = refused(rank)
     if rank == 0:

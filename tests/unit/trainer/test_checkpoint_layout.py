@@ -18,7 +18,7 @@ from tests.support.models.seeing import SEEING
 from tests.support.models.tiny import common_fields, draw_wide, make_tokenizer
 from vllm.inflight.errors import Malformed
 from vllm.inflight.trainer.sources import checkpoint_layout
-from vllm.inflight.trainer.sources.stream import facts, tensors
+from vllm.inflight.trainer.sources.stream import facts, shards, tensors
 
 LAYER_BY_LAYER = ("mixtral", "qwen3_moe", "lfm2_moe", "ernie4_5_moe", "llava")
 """Some whose conversion renames, splits, or both."""
@@ -93,8 +93,15 @@ def test_a_model_is_converted_a_layer_at_a_time(name, monkeypatch):
     assert sum(sizes) <= sum(p.nbytes for p in model.state_dict().values())
 
 
-def test_a_model_with_the_names_of_its_checkpoint_is_sent_without_copies():
+@pytest.mark.parametrize("is_loaded", [False, True], ids=["made", "loaded"])
+def test_a_model_with_the_names_of_its_checkpoint_is_sent_as_it_is_in_memory(
+    is_loaded, tmp_path
+):
     model = made("llama")
+    if is_loaded:
+        model.save_pretrained(tmp_path)
+        model = type(model).from_pretrained(tmp_path)
+    assert len(shards(model)) == len(dict(model.named_parameters()))
     found = dict(tensors(model))
     assert found.keys() == dict(model.named_parameters()).keys()
     for name, parameter in model.named_parameters():

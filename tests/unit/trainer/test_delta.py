@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tests.support.deltas import integers, random_bits
-from vllm.inflight.trainer import delta as trainer_delta
-from vllm.inflight.trainer.delta import Delta, DeltaSearch
-from vllm.inflight.trainer.published import PublishedVersion
+from vllm.inflight.trainer.deltas import delta as trainer_delta
+from vllm.inflight.trainer.deltas.delta import Delta, DeltaSearch
+from vllm.inflight.trainer.deltas.published import PublishedVersion
 from vllm.inflight.trainer.snapshot import DTYPES, Snapshot
 
 Weights = dict[str, torch.Tensor]

@@ -9,8 +9,8 @@ import torch
 
 from tests.support.trainers.fake_engine import weights
 from vllm.inflight.errors import ConfigError
-from vllm.inflight.trainer.kept_file import KeptFile
-from vllm.inflight.trainer.published import PublishedVersion
+from vllm.inflight.trainer.deltas.kept_file import KeptFile
+from vllm.inflight.trainer.deltas.published import PublishedVersion
 from vllm.inflight.trainer.snapshot import Snapshot
 
 

@@ -14,9 +14,13 @@ import torch
 from tests.support.deltas import random_bits
 from vllm.inflight import ops
 from vllm.inflight.errors import ConfigError
-from vllm.inflight.trainer.shard_search import ShardedVersion, ShardReport, ShardSearch
+from vllm.inflight.trainer.deltas.ranks import TrainerRanks
+from vllm.inflight.trainer.deltas.shard_search import (
+    ShardedVersion,
+    ShardReport,
+    ShardSearch,
+)
 from vllm.inflight.trainer.sources.shards import Box, OwnShard, own_shard
-from vllm.inflight.transport.trainer_ranks import TrainerRanks
 from vllm.inflight.update import TensorSpec
 
 ROOT = Path(__file__).parents[3]
@@ -39,7 +43,7 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: Any) -> dict[str, Any
     if refused is not None:
         assert len(set(refused)) == 1
         assert "rank 1 of the trainer: Whole has no read_shards" in refused[0]
-    assert len(found) == {2: 2, 4: 4}[request.param]
+    assert len(found) == {2: 3, 4: 5}[request.param]
     return found
 
 

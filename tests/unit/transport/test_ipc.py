@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from tests.support.transports.host_memory import HostMemory
+from tests.support.transports.lent_to import receive, worker
 from tests.support.transports.peers import (
-    BUCKET_BYTES,
-    CPU,
     Recorder,
     digests,
     tensors,
@@ -28,7 +27,6 @@ from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.transport.cuda_ipc import handles
 from vllm.inflight.transport.cuda_ipc.driver import HANDLE_BYTES, CudaMemory
 from vllm.inflight.transport.cuda_ipc.handles import Exports, Mappings
-from vllm.inflight.transport.cuda_ipc.receiver_engine import IpcEngine
 
 ANOTHER = "another process"
 
@@ -36,14 +34,6 @@ ANOTHER = "another process"
 @pytest.fixture
 def memory() -> HostMemory:
     return HostMemory()
-
-
-def worker(memory: HostMemory, model: Any = None, **options: Any) -> IpcEngine:
-    config = SimpleNamespace(parallel_config=None, model_config=None)
-    engine = IpcEngine(None, config, CPU, model or Recorder())
-    options = {"bucket_bytes": BUCKET_BYTES} | options
-    engine._open(engine.parse_init_info(options), memory)
-    return engine
 
 
 def lent(named: dict[str, torch.Tensor], memory: HostMemory) -> dict[str, Any]:
@@ -55,10 +45,6 @@ def lent(named: dict[str, torch.Tensor], memory: HostMemory) -> dict[str, Any]:
     info = TensorList.of(held.items()).update_info | {"exports": plain}
     told: dict[str, Any] = json.loads(json.dumps(info))
     return told
-
-
-def receive(engine: IpcEngine, info: dict[str, Any]) -> None:
-    engine.receive_weights(engine.parse_update_info(info))
 
 
 @pytest.mark.parametrize("num_buckets", [1, 2, 5])

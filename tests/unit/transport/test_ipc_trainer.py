@@ -10,8 +10,8 @@ import torch
 from vllm.distributed.weight_transfer.base import ParamMeta
 
 from tests.support.transports.host_memory import HostMemory
+from tests.support.transports.lent_to import receive, worker
 from tests.support.transports.peers import digests, tensors
-from tests.unit.transport.test_ipc import receive, worker
 from vllm.inflight import ops
 from vllm.inflight.delta.decode import apply, decode
 from vllm.inflight.delta.parts import ArrivingParts
@@ -22,7 +22,7 @@ from vllm.inflight.errors import (
     WrongPhase,
 )
 from vllm.inflight.releases.table import adapter
-from vllm.inflight.trainer.delta import MOST_UNSUPPORTED
+from vllm.inflight.trainer.deltas.delta import MOST_UNSUPPORTED
 from vllm.inflight.transport.cuda_ipc.receiver_engine import IpcEngine
 from vllm.inflight.transport.cuda_ipc.trainer_engine import (
     IpcTrainer,

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from vllm.inflight.background import Background
 from vllm.inflight.errors import Cancelled
 from vllm.inflight.trainer.coordinator import GIVE_UP_S, SLACK_S
-from vllm.inflight.trainer.delta import Delta
+from vllm.inflight.trainer.deltas.delta import Delta
 from vllm.inflight.trainer.outcome import Outcome, PublishFuture
 from vllm.inflight.trainer.retry import RetryBudget
 from vllm.inflight.trainer.snapshot import Snapshot
@@ -54,7 +54,9 @@ class QueuedPublish:
     delta: Delta | None = None
     """What the snapshot holds, if that is a delta and not all tensors."""
     manifest: Manifest = field(default_factory=Manifest)
-    """Of all tensors; empty until it is known, and for a delta."""
+    """Of all tensors; empty until it is known, and for a delta of `delta`."""
+    is_announced: bool = False
+    """Whether `manifest` was known before the snapshot was taken."""
     is_named: bool = False
     """Whether the tensors of the snapshot have the names of the model."""
     snapshot_s: float = 0.0

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, overload
 
@@ -37,20 +38,25 @@ from vllm.inflight.tensor_names import matcher
 from vllm.inflight.trainer.control.engines import Controls
 from vllm.inflight.trainer.control.pause import Calls, Pause
 from vllm.inflight.trainer.coordinator import Coordinator, Progress, call_all
-from vllm.inflight.trainer.delta import (
+from vllm.inflight.trainer.deltas.delta import (
     MOST_UNSUPPORTED,
     OF_A_DELTA,
     POLICIES,
     Delta,
     DeltaSearch,
 )
-from vllm.inflight.trainer.engine_clients import InProcessEngine, connect
+from vllm.inflight.trainer.deltas.kept_file import KeptFile
+from vllm.inflight.trainer.deltas.published import (
+    SCRUB_EVERY,
+    KeptScrubs,
+    PublishedVersion,
+)
+from vllm.inflight.trainer.deltas.shard_publishes import ShardPublishes
+from vllm.inflight.trainer.engine_clients import Engine, InProcessEngine, connect
 from vllm.inflight.trainer.http_client import Reply
-from vllm.inflight.trainer.kept_file import KeptFile
 from vllm.inflight.trainer.name_matching import AUTO, NameMatching
 from vllm.inflight.trainer.outcome import Outcome, note_unheard
 from vllm.inflight.trainer.publish_queue import ON_BUSY, PublishQueue, QueuedPublish
-from vllm.inflight.trainer.published import SCRUB_EVERY, KeptScrubs, PublishedVersion
 from vllm.inflight.trainer.retry import FIRST_DELAY_S, LAST_DELAY_S, RetryBudget
 from vllm.inflight.trainer.snapshot import Snapshot, sweep
 from vllm.inflight.trainer.sources import stream as sources
@@ -83,6 +89,7 @@ class Publisher:
         delta: str = "auto",
         delta_file: str | Path | None = None,
         delta_scrub_every: int = SCRUB_EVERY,
+        delta_shards: bool = False,
         min_interval_s: float = 0.0,
         on_busy: str = "wait",
         deadline_s: float | None = None,
@@ -117,6 +124,10 @@ class Publisher:
             delta_scrub_every: after so many deltas, the kept version is read again and
                 compared with its digests, which takes as long as a snapshot. If it has
                 changed, the next version is sent whole. 0: never.
+            delta_shards: whether each rank of the trainer looks for changes in its own
+                shards, so that only changes are gathered. All ranks of torch's default
+                group have such a publisher, and all call `publish`. Rank 0 sends; the
+                `engines` of other ranks are not used.
             min_interval_s: least seconds from one commit to the next update.
             on_busy: while another update is under way, here or in an engine:
                 `wait` for it, `skip` this publish, or be replaced by the `latest`.
@@ -163,7 +174,22 @@ class Publisher:
         self._on_busy = on_busy
         self._deadline_s = deadline_s
         self._progress = progress
-        self._engines = connect(engines, api_key=api_key, loop=loop)
+        plain_map = None if isinstance(name_map, str) else name_map
+        self._shards: ShardPublishes | None = None
+        if delta_shards:
+            if name_map == AUTO:
+                raise ConfigError("name_map='auto' and delta_shards exclude each other")
+            if delta_file is not None:
+                raise ConfigError(
+                    "delta_file and delta_shards exclude each other: each rank keeps "
+                    "its own shards, in memory"
+                )
+            self._shards = ShardPublishes(
+                source, renamer(plain_map), self._delta, delta_scrub_every
+            )
+        self._engines: list[Engine] = []
+        if self._shards is None or self._shards.is_first:
+            self._engines = connect(engines, api_key=api_key, loop=loop)
         if self._in_bodies and any(
             isinstance(e, InProcessEngine) for e in self._engines
         ):
@@ -175,9 +201,7 @@ class Publisher:
                     f"name_map must be a dict, a function or {AUTO!r}, got {name_map!r}"
                 )
             self._naming = NameMatching(self._engines)
-        self._rename = self._naming or renamer(
-            None if isinstance(name_map, str) else name_map
-        )
+        self._rename = self._naming or renamer(plain_map)
         self._queue = PublishQueue(on_busy, timeout_s, self._deliver)
         self._calls = threading.Lock()
         self._unread: list[QueuedPublish] = []
@@ -244,7 +268,8 @@ class Publisher:
         Raises:
             ConfigError: a subset, and a publish may give way: what it brings would
                 be missing from every later one. Or a subset, and `name_map="auto"`
-                has not found out the names yet.
+                has not found out the names yet. Or `delta_shards`, and `block=False`,
+                or the ranks have no shards that could be compared.
             InflightError: what an engine refused. No engine serves the version then.
                 With `block=False` the future raises it, and a line is logged. If
                 nobody reads the future, the next `publish` or `close` raises it; that
@@ -254,12 +279,18 @@ class Publisher:
                 of an `AsyncLLM` and would block it; await `apublish` there.
 
         """
-        may_wait = not self._is_on_the_loop()
-        if block and not may_wait:
-            raise RuntimeError(
-                f"publish(block=True) {BLOCKS}block=False, await apublish(...), or "
-                "await asyncio.to_thread(...)"
+        if self._shards is not None:
+            if not block:
+                raise ConfigError(
+                    "with delta_shards, publish waits for the commit on all ranks of "
+                    "the trainer; leave block=False out"
+                )
+            return self._publish_by_all(
+                self._shards, version, mode, step, subset, base_version
             )
+        may_wait = not self._is_on_the_loop()
+        if block:
+            self._require_off_the_loop()
         job = self._taken(
             version, mode, step, subset, base_version, may_wait=may_wait, block=block
         )
@@ -292,12 +323,17 @@ class Publisher:
             The `Outcome`.
 
         Raises:
-            ConfigError: as `publish` raises it.
+            ConfigError: as `publish` raises it; or the publisher has `delta_shards`.
             InflightError: what an engine refused. No engine serves the version then.
             OSError: there is no room for a snapshot.
             RuntimeError: the publisher is closed.
 
         """
+        if self._shards is not None:
+            raise ConfigError(
+                "apublish cannot gather with other ranks: with delta_shards, await "
+                "asyncio.to_thread(publisher.publish, ...) on every rank"
+            )
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
         def take() -> QueuedPublish:
@@ -334,6 +370,29 @@ class Publisher:
         block: bool,
     ) -> QueuedPublish:
         """A publish whose snapshot is taken and which is in the queue."""
+        job = self._job(version, mode, step, subset, base_version)
+        with self._turn(may_wait):
+            self._raise_unread()
+            has_place = self._queue.make_room(may_wait=may_wait)
+            if has_place:
+                self._enqueue(job)
+            else:
+                sources.take_part(self._source)
+                job.future.set_result(job.skipped())
+            if not block:
+                job.future.note_failure(job.version)
+                self._unread.append(job)
+        return job
+
+    def _job(
+        self,
+        version: str | None,
+        mode: str | None,
+        step: int | None,
+        subset: Sequence[str] | None,
+        base_version: str | None,
+    ) -> QueuedPublish:
+        """A publish with these arguments, which are checked."""
         mode = None if mode is None else PauseMode.parse(mode).value
         version = check_label(version)
         step = None if step is None else operator.index(step)
@@ -345,21 +404,40 @@ class Publisher:
                 "subset= has the names of the model, and name_map='auto' knows them "
                 "only when a whole version has been published"
             )
-        job = QueuedPublish(
+        return QueuedPublish(
             version, mode, step, patterns, base_version, time.monotonic()
         )
-        with self._turn(may_wait):
-            self._raise_unread()
-            has_place = self._queue.make_room(may_wait=may_wait)
-            if has_place:
-                self._enqueue(job)
-            else:
-                sources.take_part(self._source)
-                job.future.set_result(job.skipped())
-            if not block:
-                job.future.note_failure(version)
-                self._unread.append(job)
-        return job
+
+    def _publish_by_all(
+        self,
+        shards: ShardPublishes,
+        version: str | None,
+        mode: str | None,
+        step: int | None,
+        subset: Sequence[str] | None,
+        base_version: str | None,
+    ) -> Outcome:
+        """Publish with the other ranks of the trainer. Collective."""
+        made = partial(self._job, version, mode, step, subset, base_version)
+        first = made()  # what is wrong with the arguments is raised on every rank
+
+        def send(manifest: Manifest, pairs: Iterable[sources.Pair]) -> Outcome:
+            self._require_off_the_loop()
+            job = replace(made(), called_at=first.called_at)
+            job.manifest, job.is_announced = replace(manifest, step=job.step), True
+            job.snapshot = Snapshot.pack(pairs, self._directory)
+            self._put(job)
+            return self._queue.result(job)
+
+        def send_plain() -> Outcome:
+            self._require_off_the_loop()
+            self._enqueue(first)
+            return self._queue.result(first)
+
+        with self._turn(may_wait=True):
+            return shards.publish(
+                is_subset=bool(first.subset), send=send, send_plain=send_plain
+            )
 
     def _raise_unread(self) -> None:
         """Raise the error of an earlier publish whose future nobody has read."""
@@ -528,6 +606,10 @@ class Publisher:
                 if not job.subset or is_declared(renamed)
             )
             self._take_snapshot(job, base, sent)
+        self._put(job)
+
+    def _put(self, job: QueuedPublish) -> None:
+        """Have a publish delivered, whose snapshot is taken."""
         parcel = job.snapshot
         job.snapshot_s = time.monotonic() - job.called_at
         try:
@@ -641,7 +723,7 @@ class Publisher:
             },
             digest=replies[0]["digest"],
             num_bytes=job.snapshot.num_bytes,
-            is_delta=job.delta is not None,
+            is_delta=job.delta is not None or job.manifest.base is not None,
             gap_ms=max(one["gap_ms"] for one in each),
             seconds={name: round(value, 6) for name, value in parts.items()},
             mapped=job.mapped,
@@ -658,6 +740,8 @@ class Publisher:
         retry_budget = job.retry_budget
         if job.delta is not None:
             return self._stage_as(job, job.delta.manifest(job.step))
+        if job.is_announced:
+            return self._stage_as(job, job.manifest)
         if self._naming is not None and not job.is_named:
             job.mapped |= self._naming.find(job.snapshot.specs, retry_budget)
             job.snapshot.rename(job.mapped)
@@ -681,7 +765,9 @@ class Publisher:
 
     def _may_follow(self, job: QueuedPublish) -> bool:
         """Whether a delta may follow this publish: it has all tensors, digested."""
-        return self._delta != "off" and job.delta is None and not job.subset
+        if self._delta == "off" or self._shards is not None:
+            return False
+        return job.delta is None and not job.subset
 
     def _stage_as(self, job: QueuedPublish, manifest: Manifest) -> Coordinator | None:
         """The delivery, staged under this manifest; None if it gave way."""
@@ -730,6 +816,13 @@ class Publisher:
     def _tell(self, phase: str, parcel: Snapshot) -> None:
         if self._progress is not None:
             self._progress(phase, parcel.num_bytes, parcel.num_bytes)
+
+    def _require_off_the_loop(self) -> None:
+        if self._is_on_the_loop():
+            raise RuntimeError(
+                f"publish(block=True) {BLOCKS}block=False, await apublish(...), or "
+                "await asyncio.to_thread(...)"
+            )
 
     def _is_on_the_loop(self) -> bool:
         """Whether this thread runs the loop of an `AsyncLLM`, which waits for it."""

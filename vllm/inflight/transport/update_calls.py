@@ -55,6 +55,13 @@ class UpdateCalls:
             raise
         self._is_committed = is_last
 
+    @property
+    def served(self) -> str | None:
+        """The digest of what is served after the commit, if the client knows it."""
+        reply = getattr(self._client, "committed", None) or {}
+        digest: str | None = reply.get("digest")
+        return digest
+
     def commit(self) -> None:
         """Commit the update, unless the last chunk did."""
         if self._is_committed:

@@ -9,26 +9,28 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.errors import Cancelled
 from vllm.inflight.releases.table import adapter
-from vllm.inflight.trainer.published import SCRUB_EVERY
+from vllm.inflight.trainer.deltas.policy import DeltaPolicy
+from vllm.inflight.trainer.deltas.published import SCRUB_EVERY
+from vllm.inflight.trainer.deltas.ranks import TrainerRanks
+from vllm.inflight.trainer.deltas.shard_updates import ShardUpdates
+from vllm.inflight.trainer.deltas.updates import DeltaUpdates
 from vllm.inflight.trainer.sources.stream import gathering
 from vllm.inflight.transport.buckets.sender import Sender
 from vllm.inflight.transport.buckets.tensor_list import Pair, TensorList
 from vllm.inflight.transport.buckets.tensor_slices import Shard
 from vllm.inflight.transport.collective.connect import open_group
 from vllm.inflight.transport.collective.rendezvous import Rendezvous
-from vllm.inflight.transport.delta_updates import DeltaPolicy, DeltaUpdates
 from vllm.inflight.transport.group import Terms
-from vllm.inflight.transport.shard_updates import ShardUpdates
 from vllm.inflight.transport.update_calls import UpdateCalls, update_of
 from vllm.inflight.transport.waiting import WaitLimit, in_background
-from vllm.inflight.update import TensorSpec
+from vllm.inflight.update import Manifest, TensorSpec
 
 
 @dataclass
@@ -120,11 +122,10 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
             memory = init_info.delta_memory
             on_host = memory == "host" or init_info.device.type == "cpu"
             self.deltas = ShardUpdates(
-                init_info.rank,
+                TrainerRanks(init_info.rank),
                 DeltaPolicy(
                     init_info.delta, memory, client if self.is_sender else None
                 ),
-                client,
                 torch.device("cpu") if on_host else init_info.device,
                 is_pinned=on_host and init_info.device.type == "cuda",
                 scrub_every=init_info.delta_scrub_every,
@@ -183,10 +184,12 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
             tuple(getattr(fact, "shard", None) for fact in facts),
         )
         deltas = self.deltas
-        if isinstance(deltas, ShardUpdates) and deltas.are_wanted():
+        if isinstance(deltas, ShardUpdates) and deltas.are_wanted(
+            is_subset=getattr(self.client, "is_subset_announced", False)
+        ):
             deltas.send(
                 self.source,
-                [_spec(fact) for fact in facts],
+                [spec_of(fact) for fact in facts],
                 lambda: reader.tensors_of(self.source),
                 partial(self._transfer, whole=tensor_list),
             )
@@ -213,11 +216,11 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
 
     def _transfer(
         self,
-        manifest: dict[str, Any],
+        manifest: Manifest,
         pairs: Iterable[Pair],
         whole: TensorList | None = None,
-    ) -> None:
-        """One update that has a manifest.
+    ) -> str | None:
+        """One update that has a manifest; returns the digest that is served then.
 
         Args:
             manifest: of the update.
@@ -228,8 +231,9 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
         self._reconnect()
         tensor_list = TensorList.of(pairs) if isinstance(pairs, list) else whole
         assert tensor_list is not None
-        with update_of(self.client, manifest) as calls:
+        with update_of(self.client, manifest.to_dict()) as calls:
             self._send(tensor_list, pairs, calls)
+        return calls.served
 
     def _reconnect(self) -> None:
         if self._sender is None or self._sender.group.ended is not None:
@@ -300,7 +304,7 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
             raise
 
 
-def _spec(fact: upstream.ParamMeta) -> TensorSpec:
+def spec_of(fact: upstream.ParamMeta) -> TensorSpec:
     """The tensor as a manifest describes it, without its digest."""
     dtype = str(fact.dtype).removeprefix("torch.")
     return TensorSpec(fact.name, tuple(fact.shape), dtype)

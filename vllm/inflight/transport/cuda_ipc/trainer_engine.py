@@ -6,7 +6,7 @@ tensors. The other ranks of a trainer take part in gathering them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -14,14 +14,21 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.releases.table import adapter
-from vllm.inflight.trainer.published import SCRUB_EVERY
+from vllm.inflight.trainer.deltas.policy import DeltaPolicy
+from vllm.inflight.trainer.deltas.published import SCRUB_EVERY
+from vllm.inflight.trainer.deltas.ranks import TrainerRanks
+from vllm.inflight.trainer.deltas.shard_updates import ShardUpdates
+from vllm.inflight.trainer.deltas.updates import DeltaUpdates
 from vllm.inflight.trainer.sources.stream import gathering
 from vllm.inflight.transport.buckets.tensor_list import Pair, TensorList
-from vllm.inflight.transport.collective.trainer_engine import join_gathering
+from vllm.inflight.transport.collective.trainer_engine import (
+    join_gathering,
+    spec_of,
+)
 from vllm.inflight.transport.cuda_ipc.driver import CudaMemory, SharedMemory
 from vllm.inflight.transport.cuda_ipc.handles import Exports
-from vllm.inflight.transport.delta_updates import DeltaUpdates
 from vllm.inflight.transport.update_calls import update_of
+from vllm.inflight.update import Manifest
 
 
 @dataclass
@@ -43,6 +50,10 @@ class IpcTrainerInitInfo(upstream.TrainerInitInfo):
     """Whether to send only the elements that have changed since the last commit: `auto`
     where that is less to send, `always`, or `off`. Rank 0 keeps one more copy of the
     weights on its GPU for it."""
+    delta_shards: bool = False
+    """Whether each rank of the trainer keeps a copy of its own shards and looks for
+    changes there, so that only changes are gathered. All ranks of torch's default group
+    have to set it, and rank 0 lends."""
     delta_scrub_every: int = SCRUB_EVERY
     """After so many deltas, the kept copy is read again and compared with its digests.
     If it has changed, the next version is sent whole. 0: never."""
@@ -69,20 +80,30 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
         self.rank = init_info.rank
         self._info = init_info
         self._memory = memory or CudaMemory()
-        self.deltas: DeltaUpdates | None = None
-        """Sends deltas; None on ranks that do not send."""
-        if self.is_sender:
-            # Lent memory is a GPU's, so the last version is kept there alone.
-            device = torch.device(self._memory.device_type)
-            if device.type == "cuda":
-                device = torch.device("cuda", torch.cuda.current_device())
+        self.deltas: DeltaUpdates | ShardUpdates | None = None
+        """Sends deltas; None on ranks that take no part in that."""
+        # Lent memory is a GPU's, so the last version is kept there alone.
+        self._device = torch.device(self._memory.device_type)
+        if self._device.type == "cuda":
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        scrub_every = init_info.delta_scrub_every
+        if init_info.delta_shards:
+            asked = client if self.is_sender else None
+            self.deltas = ShardUpdates(
+                TrainerRanks(init_info.rank),
+                DeltaPolicy(init_info.delta, "device", asked),
+                self._device,
+                is_pinned=False,
+                scrub_every=scrub_every,
+            )
+        elif self.is_sender:
             self.deltas = DeltaUpdates(
                 client,
                 init_info.delta,
                 "device",
-                device,
+                self._device,
                 self._transfer,
-                init_info.delta_scrub_every,
+                scrub_every,
             )
 
     @classmethod
@@ -124,41 +145,66 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
                 rank 0 does not get every tensor whole.
 
         """
-        tensors = adapter("weight source").tensors_of(self.source)
+        reader = adapter("weight source")
+        deltas = self.deltas
+        if isinstance(deltas, ShardUpdates) and deltas.are_wanted(
+            is_subset=getattr(self.client, "is_subset_announced", False)
+        ):
+            deltas.send(
+                self.source,
+                [spec_of(fact) for fact in reader.facts_of(self.source)],
+                lambda: reader.tensors_of(self.source),
+                self._transfer,
+            )
+            return
+        tensors = reader.tensors_of(self.source)
         if not self.is_sender:
             join_gathering(tensors)
             return
-        assert self.deltas is not None
         with gathering(tensors) as gathered:
-            if self.deltas.are_wanted:
-                self.deltas.send(gathered)
-                return
-            self.deltas.forget()
+            if isinstance(deltas, DeltaUpdates):
+                if deltas.are_wanted:
+                    deltas.send(gathered)
+                    return
+                deltas.forget()
             self._lend(gathered)
 
     def shutdown(self) -> None:
         """Do nothing: no state is kept between two updates."""
 
-    def _transfer(self, manifest: dict[str, Any], pairs: list[Pair]) -> None:
-        """One update that has a manifest."""
-        assert self.deltas is not None
+    def _transfer(self, manifest: Manifest, pairs: Iterable[Pair]) -> str | None:
+        """One update that has a manifest; returns the digest that is served then.
+
+        Args:
+            manifest: of the update.
+            pairs: what to lend: a list, or all tensors while they are gathered.
+
+        """
+        if not isinstance(pairs, list):
+            return self._lend(iter(pairs), manifest)
         # The tables of a delta are made on the host.
-        on_device = ((name, t.to(self.deltas.device)) for name, t in pairs)
+        on_device = ((name, t.to(self._device)) for name, t in pairs)
         chunks = list(self._chunks(on_device))  # all tensors are in memory anyway
-        with update_of(self.client, manifest) as calls:
+        with update_of(self.client, manifest.to_dict()) as calls:
             for number, (update_info, _) in enumerate(map(self._lendable, chunks), 1):
                 calls.update(update_info, is_last=number == len(chunks))
+        return calls.served
 
-    def _lend(self, gathered: Iterator[Pair]) -> None:
+    def _lend(
+        self, gathered: Iterator[Pair], manifest: Manifest | None = None
+    ) -> str | None:
+        """One update with tensors that are lent while they are gathered."""
         # The first chunk is gathered before the update starts.
         lendable = map(self._lendable, self._chunks(gathered))
         ready = next(lendable, None)
-        with update_of(self.client) as calls:
+        opening = None if manifest is None else manifest.to_dict()
+        with update_of(self.client, opening) as calls:
             while ready is not None:
                 # Which chunk is the last is known when the next one is gathered.
                 calls.update(ready[0], is_last=False)
                 ready = None  # frees its tensors before the next ones are gathered
                 ready = next(lendable, None)
+        return calls.served
 
     def _lendable(self, chunk: list[Pair]) -> tuple[dict[str, Any], list[Pair]]:
         """The `update_info` of a chunk, and the chunk, which must outlive the call."""

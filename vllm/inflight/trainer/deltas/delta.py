@@ -21,7 +21,7 @@ from vllm.inflight.errors import (
     Malformed,
     WeightsMismatch,
 )
-from vllm.inflight.trainer.published import PublishedVersion, digests_of
+from vllm.inflight.trainer.deltas.published import PublishedVersion, digests_of
 from vllm.inflight.trainer.snapshot import Snapshot, check_tensor
 from vllm.inflight.trainer.sources.stream import Pair
 from vllm.inflight.update import Manifest, TensorSpec

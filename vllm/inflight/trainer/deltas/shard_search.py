@@ -20,8 +20,8 @@ from vllm.inflight.delta.encode import Encoder
 from vllm.inflight.delta.part import Part
 from vllm.inflight.errors import ConfigError
 from vllm.inflight.ops import Digest
-from vllm.inflight.trainer.delta import LOOKED_AT_BYTES, WHOLE_FROM, batch_bytes
-from vllm.inflight.trainer.published import SCRUB_EVERY, KeptScrubs, note_damage
+from vllm.inflight.trainer.deltas.delta import LOOKED_AT_BYTES, WHOLE_FROM, batch_bytes
+from vllm.inflight.trainer.deltas.published import SCRUB_EVERY, KeptScrubs, note_damage
 from vllm.inflight.trainer.sources.shards import Box, OwnShard
 from vllm.inflight.update import TensorSpec
 

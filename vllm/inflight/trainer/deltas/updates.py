@@ -7,105 +7,28 @@ is read once for an update, whatever the engines answer.
 
 from __future__ import annotations
 
-import inspect
-import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from vllm.inflight.delta.parts import named
-from vllm.inflight.errors import (
-    BaseMismatch,
-    ConfigError,
-    DeltaUnsupported,
-    InflightError,
-)
-from vllm.inflight.trainer.delta import (
-    MOST_UNSUPPORTED,
-    OF_A_DELTA,
-    POLICIES,
-    Delta,
-    DeltaSearch,
-)
-from vllm.inflight.trainer.published import (
+from vllm.inflight.trainer.deltas.delta import OF_A_DELTA, Delta, DeltaSearch
+from vllm.inflight.trainer.deltas.policy import DeltaPolicy, Sent
+from vllm.inflight.trainer.deltas.published import (
     SCRUB_EVERY,
     KeptScrubs,
     PublishedVersion,
     digests_of,
 )
 from vllm.inflight.trainer.snapshot import check_tensor
-from vllm.inflight.transport.buckets.tensor_list import Pair
+from vllm.inflight.trainer.sources.stream import Pair
 from vllm.inflight.update import Manifest, TensorSpec
 
-MEMORIES = ("device", "host")
-
-logger = logging.getLogger(__name__)
-
-Transfer = Callable[[dict[str, Any], list[Pair]], None]
-"""Has the engines commit one update: its manifest, and the tensors to send."""
-
-
-@dataclass(frozen=True)
-class Sent:
-    """What the last update was."""
-
-    is_delta: bool
-    num_bytes: int
-    """Bytes of the tensors that were sent."""
-    search_s: float
-    """Seconds to read the source, to find what has changed, and to digest it."""
-    gathered_bytes: int = 0
-    """With `delta_shards`, bytes of changes that other ranks have brought to rank 0."""
-
-
-class DeltaPolicy:
-    """Whether deltas are sent; engines that cannot apply them end that.
-
-    Args:
-        name: `auto`, `always` or `off`.
-        memory: where the last version is kept: `device`, or `host`.
-        client: the inference side; None on ranks that do not send.
-
-    Raises:
-        ConfigError: the policy or the memory is none of these, or deltas are to be sent
-            `always` and the client takes no manifest.
-
-    """
-
-    def __init__(self, name: str, memory: str, client: Any) -> None:
-        for value, option, choices in (
-            (name, "delta", POLICIES),
-            (memory, "delta_memory", MEMORIES),
-        ):
-            if value not in choices:
-                raise ConfigError(f"{option} must be one of {choices}, got {value!r}")
-        if name != "off" and client is not None and not _takes_manifest(client):
-            why = (
-                f"start_weight_update of {type(client).__name__} has no parameter "
-                "'manifest', which deltas need"
-            )
-            if name == "always":
-                raise ConfigError(why)
-            logger.warning("whole versions are sent: %s", why)
-            name = "off"
-        self.name = name
-        self._num_unsupported = 0
-
-    def note_rejected(self, error: InflightError) -> None:
-        """An engine has rejected a delta, and gets the whole version."""
-        level = logging.INFO if isinstance(error, BaseMismatch) else logging.WARNING
-        logger.log(level, "the whole version is sent in place of a delta: %s", error)
-        self._num_unsupported += isinstance(error, DeltaUnsupported)
-        if self._num_unsupported >= MOST_UNSUPPORTED:
-            self.name = "off"
-            logger.warning("whole versions are sent from now on")
-
-    def note_committed(self) -> None:
-        """A delta was committed."""
-        self._num_unsupported = 0
+Transfer = Callable[[Manifest, list[Pair]], str | None]
+"""Has the engines commit one update: its manifest, and the tensors to send. Returns the
+digest of what they serve then, if they told it."""
 
 
 class DeltaUpdates:
@@ -196,24 +119,26 @@ class DeltaUpdates:
             whole = self._keep(found)
             search_s = time.perf_counter() - began
         pairs = list(whole.pairs())
-        self._transfer(Manifest(whole.specs).to_dict(), pairs)
-        self._confirm(whole, is_delta=False, pairs=pairs, search_s=search_s)
+        served = self._transfer(Manifest(whole.specs), pairs)
+        self._confirm(whole, served, is_delta=False, pairs=pairs, search_s=search_s)
 
     def _send_delta(self, delta: Delta, search_s: float) -> bool:
         """Send a delta; False if the version has to be sent whole."""
         pairs = list(named(delta.parts))
         try:
-            self._transfer(delta.manifest(None).to_dict(), pairs)
+            served = self._transfer(delta.manifest(None), pairs)
         except OF_A_DELTA as error:
             self._policy.note_rejected(error)
             return False
         self._policy.note_committed()
-        self._confirm(delta.commit(), is_delta=True, pairs=pairs, search_s=search_s)
+        version = delta.commit()
+        self._confirm(version, served, is_delta=True, pairs=pairs, search_s=search_s)
         return True
 
     def _confirm(
         self,
         version: PublishedVersion,
+        served: str | None,
         *,
         is_delta: bool,
         pairs: list[Pair],
@@ -223,8 +148,7 @@ class DeltaUpdates:
         num_bytes = sum(tensor.nbytes for _, tensor in pairs)
         self.last = Sent(is_delta, num_bytes, search_s)
         # Where an engine digests other tensors than were sent, no delta has its base.
-        reply = getattr(self._client, "committed", None) or {}
-        is_served = reply.get("digest", version.digest) == version.digest
+        is_served = served in (None, version.digest)
         is_sound = is_served and self._scrubs.is_sound(version, is_delta=is_delta)
         self._base = version if is_sound else None
 
@@ -251,14 +175,6 @@ class DeltaUpdates:
             for (name, t), digest in zip(self._tensors.items(), digests, strict=True)
         }
         return PublishedVersion(self._tensors, specs)
-
-
-def _takes_manifest(client: Any) -> bool:
-    parameters = inspect.signature(client.start_weight_update).parameters.values()
-    return any(
-        one.name == "manifest" or one.kind is inspect.Parameter.VAR_KEYWORD
-        for one in parameters
-    )
 
 
 def _dtype_name(tensor: torch.Tensor) -> str:

@@ -13,16 +13,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from math import prod
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from vllm.inflight.delta.part import Part
 from vllm.inflight.delta.parts import named
 from vllm.inflight.errors import ConfigError
-from vllm.inflight.trainer.delta import OF_A_DELTA, WHOLE_FROM
-from vllm.inflight.trainer.published import SCRUB_EVERY, version_digest
-from vllm.inflight.trainer.shard_search import (
+from vllm.inflight.trainer.deltas.delta import OF_A_DELTA, WHOLE_FROM
+from vllm.inflight.trainer.deltas.policy import DeltaPolicy, Sent
+from vllm.inflight.trainer.deltas.published import SCRUB_EVERY, version_digest
+from vllm.inflight.trainer.deltas.ranks import TrainerRanks
+from vllm.inflight.trainer.deltas.shard_search import (
     ShardedVersion,
     ShardReport,
     ShardSearch,
@@ -30,16 +32,14 @@ from vllm.inflight.trainer.shard_search import (
     smallest,
 )
 from vllm.inflight.trainer.sources.shards import OwnShard
-from vllm.inflight.trainer.sources.stream import gathering
-from vllm.inflight.transport.buckets.tensor_list import Pair
-from vllm.inflight.transport.delta_updates import DeltaPolicy, Sent
-from vllm.inflight.transport.trainer_ranks import TrainerRanks
+from vllm.inflight.trainer.sources.stream import Pair, gathering
 from vllm.inflight.update import Manifest, TensorSpec
 
 logger = logging.getLogger(__name__)
 
-Transfer = Callable[[dict[str, Any], Iterable[Pair]], None]
-"""Has the engines commit one update: its manifest, and the tensors to send."""
+Transfer = Callable[[Manifest, Iterable[Pair]], str | None]
+"""Has the engines commit one update: its manifest, and the tensors to send. Returns the
+digest of what they serve then, if they told it."""
 
 
 class Way(Enum):
@@ -69,31 +69,25 @@ class ShardUpdates:
     """Sends versions, as deltas where it can; one object on every rank.
 
     Args:
-        rank: of this process, in the init info and in torch's group.
+        ranks: of the trainer.
         policy: whether deltas are sent; that of rank 0 counts.
-        client: the inference side, on rank 0.
         device: where shards are kept and compared.
         is_pinned: whether they are kept in page-locked memory.
         scrub_every: deltas from one scrub of the kept shards to the next; 0: none.
-
-    Raises:
-        ConfigError: there is no group of `torch.distributed` with this rank.
 
     """
 
     def __init__(
         self,
-        rank: int,
+        ranks: TrainerRanks,
         policy: DeltaPolicy,
-        client: Any,
         device: torch.device,
         *,
         is_pinned: bool,
         scrub_every: int = SCRUB_EVERY,
     ) -> None:
-        self._ranks = TrainerRanks(rank)
+        self._ranks = ranks
         self._policy = policy
-        self._client = client
         self._device = device
         self._search = ShardSearch(device, is_pinned=is_pinned, scrub_every=scrub_every)
         self.last: Sent | None = None
@@ -111,9 +105,14 @@ class ShardUpdates:
     def policy(self, name: str) -> None:
         self._policy.name = name
 
-    def are_wanted(self) -> bool:
-        """Whether the next update goes through here. Collective."""
-        is_subset = getattr(self._client, "is_subset_announced", False)
+    def are_wanted(self, *, is_subset: bool) -> bool:
+        """Whether the next update goes through here. Collective.
+
+        Args:
+            is_subset: whether it has some of the parameters alone. They are no version,
+                so no delta starts from them.
+
+        """
         wants = self.policy != "off" and not is_subset
         if self._ranks.told(Way.SEARCH if wants else Way.PLAIN) is Way.SEARCH:
             return True
@@ -220,7 +219,7 @@ class ShardUpdates:
             with self._telling_failure():
                 manifest, pairs = self._delta(version, found, parts)
                 search_s = time.perf_counter() - began
-                is_delta = self._was_sent(manifest, pairs, transfer)
+                is_delta, served = self._was_sent(manifest, pairs, transfer)
             num_bytes = sum(tensor.nbytes for _, tensor in pairs)
         if not is_delta:
             self._base = None
@@ -228,13 +227,12 @@ class ShardUpdates:
                 self._ranks.told(Way.WHOLE)
             search_s = time.perf_counter() - began
             with self._telling_failure(), gathering(gather()) as gathered:
-                transfer(Manifest(version.specs).to_dict(), gathered)
+                served = transfer(Manifest(version.specs), gathered)
             num_bytes = sum(map(_num_bytes, version.specs.values()))
         self.last = Sent(is_delta, num_bytes, search_s, num_gathered)
         digest = version_digest(version.specs)
         # Where an engine digests other tensors than were sent, no delta has its base.
-        reply = getattr(self._client, "committed", None) or {}
-        self._base = digest if reply.get("digest", digest) == digest else None
+        self._base = digest if served in (None, digest) else None
         self._version = version
         self._ranks.told(Way.COMMITTED)
         self._settle(Way.COMMITTED, shards, found[0], is_delta=is_delta)
@@ -268,7 +266,7 @@ class ShardUpdates:
         version: ShardedVersion,
         reports: Sequence[ShardReport],
         parts: Sequence[Sequence[Part]],
-    ) -> tuple[dict[str, Any], list[Pair]]:
+    ) -> tuple[Manifest, list[Pair]]:
         """The manifest and the tensors of a delta."""
         changed = [one.changed or [] for one in reports]
         some = {name for names in changed for name in names}
@@ -279,19 +277,22 @@ class ShardUpdates:
             names = [smallest(version.specs).name]
             made = no_change(version.specs, self._device)
         specs = {name: version.specs[name] for name in names}
-        return Manifest(specs, base=self._base).to_dict(), list(named(made))
+        return Manifest(specs, base=self._base), list(named(made))
 
     def _was_sent(
-        self, manifest: dict[str, Any], pairs: list[Pair], transfer: Transfer
-    ) -> bool:
-        """Send a delta; False if the version has to be sent whole."""
+        self, manifest: Manifest, pairs: list[Pair], transfer: Transfer
+    ) -> tuple[bool, str | None]:
+        """Send a delta; False if the version has to be sent whole.
+
+        The digest is that of what is served then.
+        """
         try:
-            transfer(manifest, pairs)
+            served = transfer(manifest, pairs)
         except OF_A_DELTA as error:
             self._policy.note_rejected(error)
-            return False
+            return False, None
         self._policy.note_committed()
-        return True
+        return True, served
 
     @contextmanager
     def _telling_failure(self) -> Iterator[None]:

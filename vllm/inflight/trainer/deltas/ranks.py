@@ -16,25 +16,26 @@ class TrainerRanks:
     """The default group of `torch.distributed`, whose rank 0 sends.
 
     Args:
-        rank: of this process, as the init info has it.
+        rank: of this process, as the init info has it; None: as torch has it.
 
     Raises:
         ConfigError: there is no such group, or this process has another rank in it.
 
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int | None = None) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise ConfigError(
                 "delta_shards needs torch.distributed.init_process_group before: the "
                 "ranks of the trainer bring their changes together in its group"
             )
-        if dist.get_rank() != rank:
+        if rank not in (None, dist.get_rank()):
             raise ConfigError(
                 f"with delta_shards, rank is that of torch's default group; it is "
                 f"{dist.get_rank()} there, and {rank} in the init info"
             )
-        self.number, self.is_first = rank, rank == 0
+        self.number = dist.get_rank()
+        self.is_first = self.number == 0
         self._size = dist.get_world_size()
         # A group of NCCL alone has no way for host memory.
         is_gpu = "cpu:" not in dist.get_backend_config()

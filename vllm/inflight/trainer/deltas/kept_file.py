@@ -19,7 +19,7 @@ from typing import IO
 from safetensors import SafetensorError, safe_open
 
 from vllm.inflight.errors import ConfigError
-from vllm.inflight.trainer.published import (
+from vllm.inflight.trainer.deltas.published import (
     PublishedVersion,
     digests_of,
     tensors_of_file,

@@ -1,0 +1,1 @@
+"""Deltas on the trainer's side: what is kept of a version, and what has changed."""
