@@ -62,6 +62,16 @@ def main(folder: str, parallel: str, staging: str = "auto") -> None:
         to.rollback()
         weights = stepped(weights, NUM_STEPS)
         seen["after that"] = (to.publish().is_delta, *served())
+    if staging == "delta":
+        llm.collective_rpc("tests_refuse_next_swap")
+        try:
+            llm.update_weights_from_disk(str(file))
+        except Exception as refusal:  # the test says which
+            seen["refusal"] = str(refusal)
+        seen["back after it"] = []
+        for _ in range(2):
+            llm.rollback_weights()
+            seen["back after it"].append(served())
     seen["scrubbed"] = llm.verify_weights()["result"]
     weights, seen["wholes"] = load_file(file), []
     with tempfile.TemporaryDirectory() as root:
