@@ -521,10 +521,23 @@ def test_a_tied_head_changes_with_its_embedding(start, checkpoint, tmp_path):
     assert greedy(llm) == fresh
 
 
-@pytest.mark.parametrize("parallel", ["tensor", "pipeline"])
-def test_two_ranks_serve_what_deltas_and_whole_versions_lead_to(old, parallel):
+@pytest.mark.parametrize(
+    ("parallel", "family"),
+    [
+        ("tensor", None),
+        ("pipeline", None),
+        ("expert", "qwen3_moe"),
+        pytest.param("expert", "mixtral", marks=pytest.mark.slow),
+        pytest.param("tensor", "mixtral", marks=pytest.mark.slow),
+        pytest.param("pipeline", "mixtral", marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks_serve_what_deltas_and_whole_versions_lead_to(
+    old, checkpoint, parallel, family
+):
     bind = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    seen = run_script("delta_ranks", old, parallel, "delta", env=bind)
+    folder = old if family is None else checkpoint(0, family=family)
+    seen = run_script("delta_ranks", folder, parallel, "delta", env=bind)
     wholes = seen["wholes"]
     assert seen["deltas"] == [[True, *whole] for whole in wholes[:-1]]
     assert seen["rolled back"] == wholes[-3]
@@ -534,6 +547,7 @@ def test_two_ranks_serve_what_deltas_and_whole_versions_lead_to(old, parallel):
     # On both ranks, although the other one had flipped.
     assert seen["back after it"] == [seen["deltas"][-1][1:], wholes[-1]]
     assert (seen["lost"], seen["filled"]) == ("gone", wholes[-1])
+    assert parallel != "expert" or seen["fresh"] == wholes[-1][1]
 
 
 @pytest.fixture
