@@ -33,7 +33,7 @@ LENGTH = 60
 """Moves of a history."""
 MOVES = {
     **{"delta": 40, "rollback": 12, "damaged": 10, "nothing": 3, "whole": 3},
-    **{"subset": 3, "elsewhere": 3, "trainer again": 4, "sleep": 3},
+    **{"subset": 3, "elsewhere": 3, "trainer again": 4, "sleep": 3, "aborted": 8},
 }
 """What may come next, and how often of all."""
 DAMAGES = ("lost", "twice", "cut off", "other bits", "other base", "out of order")
@@ -66,13 +66,22 @@ class History:
         folder: for files.
         seed: decides about all moves.
         may_sleep: whether the engine can.
+        has_log: whether it keeps the way back beside an update that it logs.
 
     """
 
     def __init__(
-        self, llm: Any, weights: Tensors, folder: Path, seed: int, *, may_sleep: bool
+        self,
+        llm: Any,
+        weights: Tensors,
+        folder: Path,
+        seed: int,
+        *,
+        may_sleep: bool,
+        has_log: bool,
     ) -> None:
         self._llm, self._folder, self._random = llm, folder, Random(seed)
+        self._has_log = has_log
         self._moves = {m: n for m, n in MOVES.items() if may_sleep or m != "sleep"}
         self.served, self._before = dict(weights), None
         """What the engine has to serve, and may be rolled back to."""
@@ -184,14 +193,33 @@ class History:
                 raise
         except InflightError as error:
             assert what != "out of order", error
-            self._before = None  # it may have been written over
+            self._was_not_committed()
             return
         # A bit may be one of the padding. Then the delta leads to the same version.
         assert what in ("out of order", "other bits")
         self._before, self.served = self.served, new
 
+    def _aborted(self) -> None:
+        """A version that is staged, and not wanted any more."""
+        file = self._folder / "aborted.safetensors"
+        save_file(self._step(self._random.choice((0.01, 1.0))), file)
+        update_id = self._llm.start_weight_update()["update_id"]
+        self._llm.update_weights({"path": str(file)}, update_id=update_id)
+        if self._random.random() < 0.7:
+            self._llm.prepare_weight_update(update_id=update_id)
+        self._llm.abort_weight_update(update_id=update_id)
+        self._was_not_committed()
+
+    def _was_not_committed(self) -> None:
+        """An update ended, which may have been written over what was served before."""
+        if not self._has_log:
+            self._before = None
+
     def check(self, what: object) -> None:
-        """The engine serves what it has to."""
+        """The engine serves what it has to, and can go back to what it has to."""
+        previous = self._llm.weight_info()["previous"]
+        if self._before is not None:
+            assert previous["digest"] == digest_of(self._before), what
         assert self._llm.weight_info()["digest"] == digest_of(self.served), what
         assert self._llm.weight_update_status()["active"] is None, what
 
@@ -257,15 +285,16 @@ def test_a_history_is_that_of_its_model(
     tiny: tuple[Any, Path, bool], tmp_path: Path, seed: int
 ) -> None:
     llm, folder, may_sleep = tiny
-    weights = weights_of(folder)
-    played(llm, History(llm, weights, tmp_path, seed, may_sleep=may_sleep), LENGTH)
+    can = {"may_sleep": may_sleep, "has_log": not may_sleep}
+    played(llm, History(llm, weights_of(folder), tmp_path, seed, **can), LENGTH)
 
 
 def test_a_chain_of_fifty_deltas_with_rollbacks_between_them(
     tiny: tuple[Any, Path, bool], tmp_path: Path
 ) -> None:
-    llm, folder, _ = tiny
-    history = History(llm, weights_of(folder), tmp_path, 0, may_sleep=False)
+    llm, folder, may_sleep = tiny
+    can = {"may_sleep": False, "has_log": not may_sleep}
+    history = History(llm, weights_of(folder), tmp_path, 0, **can)
     for number in range(50):
         history._delta()
         history.check(number)
@@ -286,7 +315,7 @@ def test_families_have_histories_too(
     family: str,
     is_eager: bool,
 ) -> None:
-    made, _ = engine
+    made, may_sleep = engine
     llm, folder = made(family=family, enforce_eager=is_eager)
-    weights = weights_of(folder)
-    played(llm, History(llm, weights, tmp_path, 5, may_sleep=False), LENGTH)
+    can = {"may_sleep": False, "has_log": not may_sleep}
+    played(llm, History(llm, weights_of(folder), tmp_path, 5, **can), LENGTH)

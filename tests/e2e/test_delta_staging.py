@@ -16,6 +16,7 @@ from vllm.config.weight_transfer import WeightTransferConfig
 
 from tests.e2e.test_adapters import ADAPTERS, said
 from tests.e2e.test_deltas import (  # noqa: F401 (tests, run here with delta staging)
+    Sent,
     expected,
     sent,
     step,
@@ -36,6 +37,7 @@ from tests.support.engines.adapters import make_adapter
 from tests.support.engines.probe import greedy
 from tests.support.engines.script import run_script
 from tests.support.engines.unpacked import unpacked
+from vllm.inflight.engine.update.live_version import LiveVersion
 from vllm.inflight.errors import (
     ChangeLogFull,
     ConfigError,
@@ -44,11 +46,13 @@ from vllm.inflight.errors import (
     NothingToRollBack,
     StagingUnavailable,
     UpdateBusy,
+    VersionConflict,
     WeightsMismatch,
 )
 from vllm.inflight.trainer import Publisher
 from vllm.inflight.worker.memory.placement import Placement
 from vllm.inflight.worker.shadow import shadow_model
+from vllm.inflight.worker.staging.worker import StagingWorker
 
 pytestmark = pytest.mark.engine
 
@@ -194,12 +198,82 @@ def test_an_update_that_ends_before_it_is_staged_keeps_the_way_back(
             assert on_old.rollback_weights()["weight_version"] == label
             assert greedy(on_old) == expected_tokens
     assert on_old.verify_weights()["result"] == "equal"
-    update_id = stage(on_old, old)
-    on_old.prepare_weight_update(update_id=update_id)
-    on_old.abort_weight_update(update_id=update_id)
-    with pytest.raises(NothingToRollBack):  # it was staged
-        on_old.rollback_weights()
+
+
+def aborted(llm: Any, update_id: str) -> None:
+    llm.prepare_weight_update(update_id=update_id)
+
+
+def refused(llm: Any, update_id: str) -> None:
+    """By the engine core: the caller expects another version."""
+    with pytest.raises(VersionConflict):
+        llm.finish_weight_update("again", update_id=update_id, expect_version="another")
+
+
+def undone(llm: Any, update_id: str) -> None:
+    """By the swap itself, which meets an element that others wrote."""
+    flip, param = StagingWorker.flip, live_of(llm)["model.norm.weight"]
+    before = param.data.clone()
+
+    def written_before(self: StagingWorker, *args: Any) -> float:
+        param.data[3] += 1
+        settle()
+        return flip(self, *args)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(StagingWorker, "flip", written_before)
+        with pytest.raises(EngineFault, match="other bits than were staged"):
+            llm.finish_weight_update("again", update_id=update_id)
+    param.data.copy_(before)
+    settle()
+
+
+def taken_back(llm: Any, update_id: str) -> None:
+    """By the engine core, after the ranks have flipped."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(LiveVersion, "_age_cache", lambda *_: pytest.fail("no"))
+        with pytest.raises(pytest.fail.Exception, match="no"):
+            llm.finish_weight_update("again", update_id=update_id)
+
+
+@pytest.mark.parametrize("ended", [aborted, refused, undone, taken_back])
+def test_an_update_that_is_staged_and_not_committed_keeps_the_way_back(
+    on_old, new, fresh, weights, tmp_path, ended
+):
+    first = greedy(on_old)
+    on_old.update_weights_from_disk(str(new), "new")
+    save_file(stepped(weights, 1), tmp_path / "model.safetensors")
+    for _ in range(2):
+        update_id = stage(on_old, tmp_path)
+        ended(on_old, update_id)
+        told = on_old.abort_weight_update(update_id=update_id)
+        assert "rollback_target" not in told
+        for expected_tokens, label in ((first, "old"), (fresh, "new")):
+            assert on_old.weight_info()["previous"]["weight_version"] == label
+            assert on_old.rollback_weights()["weight_version"] == label
+            assert greedy(on_old) == expected_tokens
+    assert on_old.verify_weights()["result"] == "equal"
+    on_old.update_weights_from_disk(str(tmp_path), "stepped")
+    on_old.rollback_weights()
     assert greedy(on_old) == fresh
+    assert on_old.verify_weights()["result"] == "equal"
+
+
+def test_a_delta_whose_proof_fails_keeps_the_way_back(on_old, weights, tmp_path):
+    before = tokens(on_old)
+    with Publisher(on_old, weights) as to:
+        to.publish("whole")
+        step(weights, 1)
+        assert to.publish("delta").is_delta
+    after = tokens(on_old)
+    damaged = Sent(on_old, weights, tmp_path)
+    damaged.manifest["tensors"][1]["digest"] = 32 * "0"
+    with pytest.raises(WeightsMismatch, match="other weights than are served"):
+        damaged.send(damaged.pairs())
+    for expected_tokens in (before, after):
+        on_old.rollback_weights()
+        assert tokens(on_old) == expected_tokens
+    assert on_old.verify_weights()["result"] == "equal"
 
 
 def test_a_version_without_one_tensor_is_rejected_and_changes_nothing(
@@ -262,16 +336,14 @@ def test_an_element_that_others_wrote_while_it_was_staged_stops_the_commit(
     on_old, old, new, monkeypatch
 ):
     """Written past everything that watches, into memory itself."""
-    from vllm.inflight.worker.staging.worker import StagingWorker
-
     flip = StagingWorker.flip
     param = live_of(on_old)["model.norm.weight"]
     before = param.data.clone()
 
-    def written_before(self: StagingWorker) -> float:
+    def written_before(self: StagingWorker, *args: Any) -> float:
         param.data[3] += 1
         settle()
-        return flip(self)
+        return flip(self, *args)
 
     told = tokens(on_old)
     update_id = stage(on_old, new)
@@ -376,9 +448,11 @@ def updates_go_on_in_host_memory(llm, old, new, fresh, weights, tmp_path) -> Non
         llm.update_weights_from_disk(str(old), "old")
         assert greedy(llm) == first
     update_id = stage(llm, new)
-    llm.abort_weight_update(update_id=update_id)
-    with pytest.raises(NothingToRollBack):  # there is no room for both
+    llm.prepare_weight_update(update_id=update_id)
+    assert "rollback_target" not in llm.abort_weight_update(update_id=update_id)
+    for expected_tokens in (fresh, first):
         llm.rollback_weights()
+        assert greedy(llm) == expected_tokens
     with Publisher(llm, weights) as to:
         to.publish("same bytes")
         assert log.num_bytes == 0
@@ -389,6 +463,27 @@ def updates_go_on_in_host_memory(llm, old, new, fresh, weights, tmp_path) -> Non
         assert greedy(llm) == first
         to.rollback()
     assert tokens_after_whole(llm, weights, tmp_path) == tokens(llm)
+    assert llm.verify_weights()["result"] == "equal"
+
+
+def test_the_way_back_is_lost_where_both_logs_find_no_room_and_the_reply_says_so(
+    start, old, new, fresh
+):
+    tight = OVERFLOWING | {"delta_host_gib": 0.003}
+    llm = delta_engine(start, old, inflight=tight)
+    for _ in range(2):
+        llm.update_weights_from_disk(str(new), "new")
+        assert llm.weight_info()["previous"] is not None
+        update_id = stage(llm, old)
+        told = llm.abort_weight_update(update_id=update_id)
+        assert told["rollback_target"] == "lost"
+        status = llm.weight_update_status(update_id)
+        assert status["rollback_target"] == "lost"
+        assert llm.weight_info()["previous"] is None
+        with pytest.raises(NothingToRollBack):
+            llm.rollback_weights()
+        assert greedy(llm) == fresh
+        llm.update_weights_from_disk(str(old), "old")
     assert llm.verify_weights()["result"] == "equal"
 
 
@@ -426,16 +521,33 @@ def test_a_tied_head_changes_with_its_embedding(start, checkpoint, tmp_path):
     assert greedy(llm) == fresh
 
 
-@pytest.mark.parametrize("parallel", ["tensor", "pipeline"])
-def test_two_ranks_serve_what_deltas_and_whole_versions_lead_to(old, parallel):
+@pytest.mark.parametrize(
+    ("parallel", "family"),
+    [
+        ("tensor", None),
+        ("pipeline", None),
+        ("expert", "qwen3_moe"),
+        pytest.param("expert", "mixtral", marks=pytest.mark.slow),
+        pytest.param("tensor", "mixtral", marks=pytest.mark.slow),
+        pytest.param("pipeline", "mixtral", marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks_serve_what_deltas_and_whole_versions_lead_to(
+    old, checkpoint, parallel, family
+):
     bind = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    seen = run_script("delta_ranks", old, parallel, "delta", env=bind)
+    folder = old if family is None else checkpoint(0, family=family)
+    seen = run_script("delta_ranks", folder, parallel, "delta", env=bind)
     wholes = seen["wholes"]
     assert seen["deltas"] == [[True, *whole] for whole in wholes[:-1]]
     assert seen["rolled back"] == wholes[-3]
     assert seen["after that"] == [True, *wholes[-1]]
     assert seen["scrubbed"] == "equal"
+    assert "swap of this rank alone" in seen["refusal"]
+    # On both ranks, although the other one had flipped.
+    assert seen["back after it"] == [seen["deltas"][-1][1:], wholes[-1]]
     assert (seen["lost"], seen["filled"]) == ("gone", wholes[-1])
+    assert parallel != "expert" or seen["fresh"] == wholes[-1][1]
 
 
 @pytest.fixture

@@ -27,16 +27,16 @@ from vllm.inflight.trainer import Publisher
 
 pytestmark = pytest.mark.engine
 
-QUICK = ("gpt2", "phi3", "falcon_h1")
-"""Turned matrices, matrices fused in the checkpoint, and a refused one."""
+QUICK = ("gpt2", "phi3", "mixtral", "falcon_h1")
+"""Turned matrices, matrices fused in the checkpoint, experts, and a refused one."""
 
 TAKEN = (
     *("lfm2", "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3"),
     *("gemma4", "phi3", "gpt2", "gpt_neox", "olmo3", "granite", "cohere2"),
     *("glm4", "exaone4", "hunyuan", "seed_oss", "smollm3", "ministral3"),
-    *("ernie4_5", "gemma", "nemotron"),
+    *("ernie4_5", "gemma", "nemotron", "mixtral", "qwen3_moe"),
 )
-"""Families that are not refused: dense ones, whose loaders copy."""
+"""Families that are not refused: their loaders copy."""
 
 REFUSED = (
     "are packed for the CPU build",

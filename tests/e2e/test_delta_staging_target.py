@@ -16,6 +16,7 @@ from vllm.v1.executor import Executor
 from tests.e2e.conftest import OPTIONS
 from tests.e2e.test_delta_staging import without_packing  # noqa: F401 (a fixture)
 from tests.e2e.test_rollback_target import (  # noqa: F401 (tests, run here with a log)
+    goes_back,
     old_says,
     previous,
     said,
@@ -24,9 +25,8 @@ from tests.e2e.test_rollback_target import (  # noqa: F401 (tests, run here with
     test_a_receive_from_a_missing_group_keeps_the_rollback_target,
     test_an_aborted_update_without_data_keeps_the_rollback_target,
     test_an_update_finished_without_data_keeps_the_rollback_target,
-    test_the_first_byte_of_an_update_drops_the_rollback_target,
 )
-from tests.support.engines.bare_core import call, publish
+from tests.support.engines.bare_core import call
 from vllm.inflight.transport.files.receiver_engine import LocalEngine
 
 pytestmark = pytest.mark.engine
@@ -45,11 +45,13 @@ def booted(folders: dict[str, Path]) -> Iterator[EngineCore]:
 
 
 def test_a_flip_while_an_update_is_compared_with_the_live_weights_ends_it(
-    core: EngineCore, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    served_new: EngineCore,  # noqa: F811
+    folders: dict[str, Path],
+    old_says: dict[str, list[int]],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The engine core makes none; the rank would find it all the same."""
-    publish(core, folders["new"], "new")
-    before = said(core)
+    core, before = served_new, said(served_new)
     receive = LocalEngine.receive_weights
     received, stands = threading.Event(), threading.Event()
 
@@ -68,6 +70,7 @@ def test_a_flip_while_an_update_is_compared_with_the_live_weights_ends_it(
     answer = core.inflight("prepare", {}).result(timeout=30)
     assert answer["error"]["code"] == "engine_fault"
     assert "has written into the live weights" in answer["error"]["message"]
-    assert previous(core) is None
+    assert previous(core) == "old"
     monkeypatch.undo()
     assert said(core) == before
+    goes_back(core, old_says)

@@ -15,6 +15,11 @@ from typing import Any, ClassVar, Literal, get_args
 
 State = Literal["", "open", "staging", "staged", "failed"]
 
+FlipTo = Literal["next", "before", "undo"]
+"""What a flip serves: what is staged, or else the rollback target; the rollback target,
+although an aborted update may be staged; what was served before the last flip, as if
+that had not been."""
+
 NOT_REPORTED = frozenset({"unfilled", "drift", "opened", "shares"})
 """Keys of a status that the engine core reads and no report contains."""
 

@@ -115,11 +115,11 @@ def test_a_switch_that_cannot_be_undone_ends_the_engine(
 
         num_flips = 0
 
-        def _inflight_flip(self, ranks: Any = None) -> Any:
+        def _inflight_flip(self, *args: Any) -> Any:
             self.num_flips += 1
             if self.num_flips > 1:
                 return {"error": "the test says so"}
-            return super()._inflight_flip(ranks)
+            return super()._inflight_flip(*args)
 
     core = make(executor=Once, kind=EngineCore)
     stage_weights(core, 2)

@@ -39,9 +39,9 @@ class Slow(SimulatedExecutor):
         if self.in_step.is_set():
             self.torn.append(what)
 
-    def _inflight_flip(self, ranks: Any = None) -> Any:
+    def _inflight_flip(self, *args: Any) -> Any:
         self.note("flip")
-        return super()._inflight_flip(ranks)
+        return super()._inflight_flip(*args)
 
 
 @pytest.fixture

@@ -261,15 +261,15 @@ class _Tripwire:
 def _around_flip(stager: Any, of_stager: Callable[[Any], set[str]]) -> None:
     flip = stager.flip
 
-    def flipped(self: Any) -> float:
-        pairs = getattr(self._flip, "_params", None)
+    def flipped(self: Any, to: str) -> float:
+        pairs = getattr(self._turned(to)[0], "_params", None)
         if pairs is None:
-            return float(flip(self))
+            return float(flip(self, to))
         middle = len(pairs) // 2
         live, second = pairs[middle]
         pairs[middle] = live, _Tripwire(second, of_stager(self))
         try:
-            seconds = float(flip(self))
+            seconds = float(flip(self, to))
         finally:
             pairs[middle] = live, second
         happen("after the flip", of_stager(self))

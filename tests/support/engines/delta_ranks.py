@@ -1,8 +1,12 @@
 """Deltas into two ranks, run as a script: prints what happened as JSON.
 
-Usage: python -m tests.support.engines.delta_ranks CHECKPOINT tensor|pipeline [STAGING]
+Usage: python -m tests.support.engines.delta_ranks CHECKPOINT PARALLEL [STAGING]
+
+PARALLEL is `tensor`, `pipeline` or `expert`: experts are shared out over the two ranks,
+and other layers are cut.
 """
 
+import shutil
 import sys
 import tempfile
 from contextlib import suppress
@@ -25,21 +29,27 @@ def main(folder: str, parallel: str, staging: str = "auto") -> None:
     from vllm.inflight.trainer import Publisher
 
     ranks: dict[str, Any] = {f"{parallel}_parallel_size": 2}
+    if parallel == "expert":
+        ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
     extension = "transport.Extension"
     if staging == "delta":
         extension = "unpacked_ranks.Unpacked"
-    llm = LLM(
-        folder,
-        **ranks,
-        max_model_len=512,
-        block_size=32,
-        max_num_seqs=8,
-        enforce_eager=True,
-        disable_log_stats=True,
-        weight_transfer_config=WeightTransferConfig(backend="local"),
-        worker_extension_cls=f"tests.support.engines.{extension}",
-        additional_config={"inflight": {"staging": staging, "delta_gib": 0.02}},
-    )
+
+    def start(model: str) -> LLM:
+        return LLM(
+            model,
+            **ranks,
+            max_model_len=512,
+            block_size=32,
+            max_num_seqs=8,
+            enforce_eager=True,
+            disable_log_stats=True,
+            weight_transfer_config=WeightTransferConfig(backend="local"),
+            worker_extension_cls=f"tests.support.engines.{extension}",
+            additional_config={"inflight": {"staging": staging, "delta_gib": 0.02}},
+        )
+
+    llm = start(folder)
     if parallel == "pipeline":
         llm.collective_rpc("tests_make_room")
 
@@ -62,6 +72,16 @@ def main(folder: str, parallel: str, staging: str = "auto") -> None:
         to.rollback()
         weights = stepped(weights, NUM_STEPS)
         seen["after that"] = (to.publish().is_delta, *served())
+    if staging == "delta":
+        llm.collective_rpc("tests_refuse_next_swap")
+        try:
+            llm.update_weights_from_disk(str(file))
+        except Exception as refusal:  # the test says which
+            seen["refusal"] = str(refusal)
+        seen["back after it"] = []
+        for _ in range(2):
+            llm.rollback_weights()
+            seen["back after it"].append(served())
     seen["scrubbed"] = llm.verify_weights()["result"]
     weights, seen["wholes"] = load_file(file), []
     with tempfile.TemporaryDirectory() as root:
@@ -76,7 +96,13 @@ def main(folder: str, parallel: str, staging: str = "auto") -> None:
             seen["lost"] = llm.weight_info()["weights"]
             llm.update_weights_from_disk(str(Path(root) / "model.safetensors"))
             seen["filled"] = served()
-    llm.llm_engine.engine_core.shutdown()
+        llm.llm_engine.engine_core.shutdown()
+        if parallel == "expert":
+            others = shutil.ignore_patterns("*.safetensors")
+            shutil.copytree(folder, root, ignore=others, dirs_exist_ok=True)
+            llm = start(root)
+            seen["fresh"] = served()[1]
+            llm.llm_engine.engine_core.shutdown()
     tell(seen)
 
 

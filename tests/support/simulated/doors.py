@@ -17,11 +17,11 @@ class Failing(SimulatedExecutor):
     refused: tuple[int, ...] = ()
     num_flips = 0
 
-    def _inflight_flip(self, ranks: Any = None) -> Any:
+    def _inflight_flip(self, *args: Any) -> Any:
         self.num_flips += 1
         if self.num_flips in self.refused:
             return {"error": "the test says so"}
-        return super()._inflight_flip(ranks)
+        return super()._inflight_flip(*args)
 
 
 class Door:

@@ -63,11 +63,11 @@ class Noting(SimulatedExecutor):
             self.may_end.wait(SLOW_S)
         self.forwards.append(self.live)
 
-    def _inflight_flip(self, ranks: Any = None) -> Any:
+    def _inflight_flip(self, *args: Any) -> Any:
         if self.is_to_fail:
             self.is_to_fail = False
             return {"error": "the test says so"}
-        return super()._inflight_flip(ranks)
+        return super()._inflight_flip(*args)
 
 
 class Alone(EngineCoreProc):

@@ -64,10 +64,10 @@ class Late(SimulatedExecutor):
 class Queued(Late):
     """Calls wait in the same queue."""
 
-    def _inflight_flip(self, ranks: Any = None) -> Any:
+    def _inflight_flip(self, *args: Any) -> Any:
         while self.submitted:
             self.run_one()
-        return super()._inflight_flip(ranks)
+        return super()._inflight_flip(*args)
 
 
 class Graph(Late, RayDistributedExecutor):
@@ -80,9 +80,9 @@ class Graph(Late, RayDistributedExecutor):
         self.num_overtaken: list[int] = []
         """Of every call that changes weights: how many steps it came before."""
 
-    def _inflight_flip(self, ranks: Any = None) -> Any:
+    def _inflight_flip(self, *args: Any) -> Any:
         self.num_overtaken.append(len(self.submitted))
-        return super()._inflight_flip(ranks)
+        return super()._inflight_flip(*args)
 
     def _inflight_adapter(self, move: str, request: Any, *_: Any) -> Any:
         self.num_overtaken.append(len(self.submitted))

@@ -277,7 +277,7 @@ class SimulatedExecutor(UniProcExecutor):
     def _inflight_adapter(self, move: str, request: Any, *_: Any) -> Any:
         return {"ok": False}  # it has all there are
 
-    def _inflight_flip(self, ranks: Any = None) -> Any:
+    def _inflight_flip(self, *_: Any) -> Any:
         self.live, self.second = self.second, self.live
         self.generation += 1
         self.weights_of.append(self.live)

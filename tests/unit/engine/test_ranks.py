@@ -62,12 +62,16 @@ def flip(*answers):
 
 
 def test_a_flip_of_all_ranks_is_one_call():
-    assert flip([GOOD, GOOD]) == (0.001, [()])
+    assert flip([GOOD, GOOD]) == (0.001, [(None, "next")])
 
 
 def test_the_ranks_that_flipped_flip_back():
+    executor = Executor([GOOD, BAD], [GOOD, GOOD])
+    ranks = Ranks(executor, 2)
     with pytest.raises(EngineFault, match="failed on 1 rank"):
-        flip([GOOD, BAD], [GOOD, GOOD])
+        ranks.flip("before")
+    ranks.close()
+    assert executor.flips == [(None, "before"), ([0], "undo")]
 
 
 def test_a_cancellation_by_a_rank_is_not_a_cancellation_by_the_engine():
@@ -194,7 +198,7 @@ def test_a_worker_distinguishes_lost_weights_from_a_flip_that_changed_nothing():
     class Stager:
         error: Exception = ArenaTorn("lost")
 
-        def flip(self):
+        def flip(self, to):
             raise self.error
 
     stager = Stager()

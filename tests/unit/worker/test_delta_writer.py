@@ -342,7 +342,7 @@ def statuses_of(ranks: Sequence[Rank], tp_size: int) -> list[Status]:
             manifest, parts = delta(halves(2), NEW, sets.stager.served.digest())
             sets.stage(parts.items(), manifest=manifest)
             # A rank without the whole of each tensor does not know the drift.
-            assert sets.stager._contents[1].samples is None
+            assert sets.stager.versions.staged.content.samples is None
             shares, unfilled = sets.intake.shares, sets.intake.unfilled
             assert unfilled == [name for name in NEW if name not in rank.names]
             statuses.append(

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
 from vllm.inflight.worker.model import support
@@ -11,48 +10,17 @@ from vllm.inflight.worker.model.hidden_weights import PACKED
 from vllm.inflight.worker.model.one_set import one_set_obstacle
 
 
-def config(**facts: Any) -> Any:
-    """A plain engine's, but for these facts."""
-    of_parallel = {
-        "enable_expert_parallel": False,
-    }
+def config() -> Any:
+    """A plain engine's."""
     of_model = {"enable_sleep_mode": False, "runner_type": "generate"}
-    rest = {
-        "speculative_config": None,
-        "additional_config": {"inflight": {"staging": "delta"}},
-    }
-    for each in (of_parallel, of_model, rest):
-        each |= {name: fact for name, fact in facts.items() if name in each}
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(**of_parallel),
         model_config=SimpleNamespace(**of_model),
-        **rest,
+        additional_config={"inflight": {"staging": "delta"}},
     )
 
 
 def test_a_plain_model_has_none():
     assert one_set_obstacle(torch.nn.Linear(2, 2), config()) is None
-
-
-@pytest.mark.parametrize(
-    "facts, flag",
-    [
-        ({"enable_expert_parallel": True}, "--enable-expert-parallel"),
-        (
-            {"speculative_config": SimpleNamespace(method="eagle")},
-            "--speculative-config with a drafter that has weights",
-        ),
-    ],
-)
-def test_a_feature_is_named_by_its_flag(facts, flag):
-    reason = one_set_obstacle(torch.nn.Linear(2, 2), config(**facts))
-    assert reason == f"it does not go with {flag} yet"
-
-
-def test_a_drafter_without_weights_is_none():
-    drafting = SimpleNamespace(method="ngram")
-    plain = torch.nn.Linear(2, 2)
-    assert one_set_obstacle(plain, config(speculative_config=drafting)) is None
 
 
 def trees() -> tuple[torch.nn.Module, torch.nn.Module]:

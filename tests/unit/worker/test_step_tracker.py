@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,12 +71,14 @@ def test_weights_are_exchanged_on_the_stream_that_steps_in_another_thread(
         sets.stager.steps = steps
         sets.stage(version(1).items())
         seen: list[Any] = []
-        whole = sets.stager._flip
-        monkeypatch.setattr(
-            sets.stager,
-            "_flip",
-            lambda: (seen.append(current.stream), whole())[1],
-        )
+        staged = sets.stager.versions.staged
+
+        def flip() -> float:
+            seen.append(current.stream)
+            return float(staged.flip())
+
+        seeing = replace(staged, flip=flip)
+        sets.stager.versions = sets.stager.versions._replace(staged=seeing)
         sets.stager.flip()
     assert seen == [steps.stream]
 

@@ -85,7 +85,7 @@ def test_the_live_weights_are_always_those_that_were_committed(moves, is_reversi
                 before = None
                 if stage(sets, sent, patterns, outcome, where, in_place):
                     assert shows(sets.second, staged)
-                    content = sets.stager._contents[1]
+                    content = sets.stager.versions.staged.content
                     assert (content is not None) == (known[0] or not patterns)
                     if content is not None:
                         assert content.digest() == digest(staged)
@@ -139,7 +139,8 @@ def test_drift_and_digest_are_of_the_whole_version(sets):
 
 def test_a_subset_on_unknown_weights_leaves_the_whole_unknown(sets):
     assert sets.stage([("norm", version(1)["norm"])], ["norm"]) == 0
-    assert sets.stager._contents == [None, None]
+    versions = sets.stager.versions
+    assert versions.served.content is versions.staged.content is None
 
 
 def test_only_parameters_behind_the_live_version_are_copied(sets):

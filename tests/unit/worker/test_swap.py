@@ -252,6 +252,7 @@ def test_the_way_back_outlives_an_update_that_is_logged_beside_it():
     log, new = logged(live)
     swap = Swap(log, live)
     swap()
+    log.holds_way_back = True
     dropped: list[bool] = []
     for num in (2000, 700, 2900):
         log.begin(lambda: dropped.append(True))
@@ -271,7 +272,7 @@ def test_an_update_has_all_of_the_log_once_the_way_back_is_given_up(num_before: 
     for number in range(num_before):  # from one end and from the other one
         log.begin(log.drop_kept)
         add_some(log, live, 1000 + number)
-        log.drop_kept()
+        log.holds_way_back = True
     add_some(log, live, 1000)
     dropped: list[bool] = []
 
@@ -279,6 +280,7 @@ def test_an_update_has_all_of_the_log_once_the_way_back_is_given_up(num_before: 
         dropped.append(True)
         log.drop_kept()
 
+    log.holds_way_back = True
     log.begin(give_up)
     name = next(iter(live))
     spaces = [log.reserve(name, 400, 4) for _ in range(5)]
@@ -292,6 +294,29 @@ def test_an_update_has_all_of_the_log_once_the_way_back_is_given_up(num_before: 
     assert len(ends) == 5
     assert all(one[1] <= two[0] for one, two in pairwise(ends))
     assert log.reserve(name, 400, 4) is None
+
+
+def test_the_way_back_and_an_update_lie_in_host_memory_side_by_side(
+    short_blocks: None,
+):
+    live = parameters()
+    log, new = logged(live, capacity=4096, host_capacity=1 << 18)
+    swap = Swap(log, live)
+    swap()
+    num_bytes = log.host_bytes
+    assert num_bytes
+    for num in (900, 400, 700):
+        log.holds_way_back |= num == 900
+        log.begin(lambda: pytest.fail("there is room for both"))
+        for _ in range(4):
+            add_some(log, live, num)
+        for stretch in log.stretches:  # whatever is written there
+            stretch.offsets.fill_(-1)
+            stretch.bits.fill_(-1)
+    assert num_bytes < log.host_bytes <= 1 << 18
+    swap()
+    swap()
+    assert are_equal(live, new)
 
 
 def test_a_log_with_room_takes_no_host_memory():

@@ -66,6 +66,8 @@ class Update:
     """What is needed to load the same files again, if it comes from files."""
     owner: str | None = None
     """Its owner. A call that names another owner may not receive, finish or abort."""
+    took_target: bool = False
+    """Whether it has taken the memory of the rollback target."""
     is_held: bool = False
     """Whether its commit is happening now."""
     pending: Future[dict[str, Any]] | None = None
@@ -136,6 +138,8 @@ class Update:
             report["owner"] = self.owner
         if self.step is not None:
             report["step"] = self.step
+        if self.took_target and self.phase is Phase.ABORTED:
+            report["rollback_target"] = "lost"
         if self.error is not None:
             report["error"] = self.error.to_dict()
         if self.result is not None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.errors import ArenaTorn, InflightError
+from vllm.inflight.messages import FlipTo
 from vllm.inflight.patch.records.record import Patch
 from vllm.inflight.transport.rank_numbers import rank_in_engine
 from vllm.inflight.worker.worker_state import WorkerState
@@ -66,15 +67,15 @@ def inflight_result(
 
 
 def inflight_flip(
-    self: upstream.WorkerBase, ranks: list[int] | None = None
+    self: upstream.WorkerBase, ranks: list[int] | None = None, to: FlipTo = "next"
 ) -> dict[str, Any]:
-    """Exchange the live weights with the shadow weights, on `ranks` or on all."""
+    """Exchange the live weights with others, on `ranks` or on all."""
     if ranks is not None and rank_in_engine(self.parallel_config) not in ranks:
         return {"ok": 0.0}
 
     def flip() -> float:
         state = WorkerState.of(self)
-        seconds = state.require_stager().flip()
+        seconds = state.require_stager().flip(to)
         if state.tripwire is not None:
             state.tripwire.changed()
         return seconds

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.inflight.attached import AttachedOnDemand
 from vllm.inflight.errors import WrongPhase
-from vllm.inflight.messages import Command
+from vllm.inflight.messages import Command, FlipTo
 
 if TYPE_CHECKING:
     import torch
@@ -97,8 +97,8 @@ class Stager(Protocol):
     def command(self, serial: int, command: Command) -> None:
         """Enqueue one command of update `serial`."""
 
-    def flip(self) -> float:
-        """Exchange live and shadow weights; returns the seconds that it took."""
+    def flip(self, to: FlipTo = "next") -> float:
+        """Exchange the live weights with others; returns the seconds it took."""
 
     def scrub(self, move: str) -> Any:
         """Make one move of a scrub."""

@@ -21,6 +21,7 @@ from vllm.inflight.engine.transaction import Update
 from vllm.inflight.engine.update.journal import Journal, Recipe, extended
 from vllm.inflight.engine.update.ranks import Ranks
 from vllm.inflight.errors import BaseMismatch, VersionConflict
+from vllm.inflight.messages import FlipTo
 from vllm.inflight.update import Version
 
 START = "start"
@@ -144,7 +145,7 @@ class LiveVersion:
 
         No step was scheduled since, so nothing of the flip remains.
         """
-        self._ranks.flip()
+        self._ranks.flip("undo")
         self._state = self._before_switch
         self._tell()
         self._note()
@@ -161,7 +162,7 @@ class LiveVersion:
             live = dataclasses.replace(back, version=self.version)
             self._change(live=live, before=held)
 
-        return self._flip(take_on)
+        return self._flip(take_on, "before")
 
     def lose(self) -> None:
         """Forget the digest, because the live weights are lost."""
@@ -180,7 +181,7 @@ class LiveVersion:
         self._take_on(label, self.version.digest, self.version.step)
         self._note()
 
-    def _flip(self, take_on: Callable[[], None]) -> dict[str, Any]:
+    def _flip(self, take_on: Callable[[], None], to: FlipTo = "next") -> dict[str, Any]:
         """Flip the ranks and call `take_on`, or change nothing.
 
         Returns:
@@ -197,7 +198,7 @@ class LiveVersion:
         self._ranks.wait_for_steps(in_flight)
         self._before_switch = self._state
         kv_connectors.drop(self._core.scheduler, in_flight)
-        flip_s = self._ranks.flip()
+        flip_s = self._ranks.flip(to)
         try:
             take_on()
             self._note()

@@ -33,7 +33,7 @@ from vllm.inflight.errors import (
     UpstreamChanged,
     WeightsMismatch,
 )
-from vllm.inflight.messages import Command, State, Status, command_to_dict
+from vllm.inflight.messages import Command, FlipTo, State, Status, command_to_dict
 from vllm.inflight.worker.status_board import StatusBoard
 from vllm.inflight.worker.verify.checks import counted, listed
 
@@ -271,8 +271,8 @@ class Ranks:
         if self._has_tripwires:
             self._board.untouch()
 
-    def flip(self) -> float:
-        """Exchange live and staged weights on every rank, or on none.
+    def flip(self, to: FlipTo = "next") -> float:
+        """Exchange the live weights with others on every rank, or on none.
 
         Returns the longest time a rank took, in seconds.
 
@@ -281,7 +281,7 @@ class Ranks:
             SystemExit: ranks may have different live versions now.
 
         """
-        replies = self._flip()
+        replies = self._flip(None, to)
         if any(reply.get("torn") for reply in replies):
             _stop(replies)
         failed = [r["error"] for r in replies if "error" in r]
@@ -291,7 +291,7 @@ class Ranks:
         # has moved nothing, because it checks all pairs first.
         if len(failed) < len(replies):
             flipped = [rank for rank, reply in enumerate(replies) if "ok" in reply]
-            back = self._flip(flipped)
+            back = self._flip(flipped, "undo")
             if any("error" in reply for reply in back):
                 _stop(back)
         raise EngineFault(f"the flip failed on {len(failed)} rank(s): {failed[0]}")
@@ -315,16 +315,15 @@ class Ranks:
         self._has_tripwires = False
         self._board.close()
 
-    def _flip(self, ranks: list[int] | None = None) -> list[dict[str, Any]]:
+    def _flip(self, ranks: list[int] | None, to: FlipTo) -> list[dict[str, Any]]:
         """Flip `ranks`, or all; the engine ends if a rank does not answer.
 
         The live version of such a rank is unknown. A second Ctrl-C ends the wait.
         """
         longest_s = upstream.envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
-        args = () if ranks is None else (ranks,)
         try:
             with asking(self._executor):
-                return self._raw("inflight_flip", *args, timeout=longest_s)
+                return self._raw("inflight_flip", ranks, to, timeout=longest_s)
         except BaseException as error:
             _stop(repr(error))
 

@@ -170,6 +170,7 @@ class Updates:
             return
         if update.is_active or update.phase is Phase.ABORTED:
             has_opened = any(each.opened for each in self._statuses_of(update))
+            update.took_target |= self._takes_target(update)
             if has_opened:
                 self._live_version.forget_before()
             is_known = has_opened or not update.is_active
@@ -274,7 +275,14 @@ class Updates:
                 phase=update.phase.value,
                 update_id=update.update_id,
             )
-        return update.state()
+        # A rank that hears of the abort now may still leave it: see `note_opened`.
+        is_lost = update.took_target or self._takes_target(update)
+        return update.state() | ({"rollback_target": "lost"} if is_lost else {})
+
+    def _takes_target(self, update: Update) -> bool:
+        """Whether there is a rollback target, and a rank begins to overwrite it."""
+        has_target = self._live_version.before is not None
+        return has_target and any(each.opened for each in self._statuses_of(update))
 
     def end(self, error: InflightError) -> None:
         """Abort the update under way, if there is one, with `error`."""
@@ -283,6 +291,7 @@ class Updates:
 
     def status(self, update_id: str | None) -> dict[str, Any]:
         """The report of an update; without an id, of all remembered updates."""
+        self.note_opened()
         if update_id is not None:
             return self._report(self.ledger.find(update_id))
         active = self.ledger.active

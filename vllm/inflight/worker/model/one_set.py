@@ -12,21 +12,11 @@ from vllm.inflight import upstream
 from vllm.inflight.worker.model import classifier, mla, moe, quantized
 from vllm.inflight.worker.model.layers import layers
 
-DRAFTERS_WITHOUT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
-
 
 def one_set_obstacle(
     live: torch.nn.Module, vllm_config: upstream.VllmConfig
 ) -> str | None:
     """Why an engine cannot be updated with one set of weights; None if it can."""
-    parallel, drafting = vllm_config.parallel_config, vllm_config.speculative_config
-    flags = {
-        "--enable-expert-parallel": parallel.enable_expert_parallel,
-        "--speculative-config with a drafter that has weights": drafting is not None
-        and drafting.method not in DRAFTERS_WITHOUT_WEIGHTS,
-    }
-    if used := [flag for flag, is_used in flags.items() if is_used]:
-        return f"it does not go with {', '.join(used)} yet"
     if classifier.method_of(live, vllm_config.model_config) is not None:
         return "the score of the classifier is computed from its head"
     for name, layer in layers(live):

@@ -4,7 +4,8 @@ With `--inflight-staging delta` a rank has one set of weights. An update is stag
 places in the live parameters, with the bits that they will have. The commit exchanges
 the bits of the log with those of the parameters (swap.py). From then on the log holds
 what was served before: it is the way back. The next update is logged from the other end
-of the memory, so the way back stays until it is in the way, or that update is staged.
+of the memory, so the way back stays until that update is committed, or until both find
+no room.
 
 Every element has a number in the log. At that number, its old and its new bits
 contribute to a digest (docs/digest.md). The sum is known when the update is staged, and
@@ -78,6 +79,55 @@ class Reserved(NamedTuple):
     firsts: Numbers
 
 
+class Area:
+    """Memory of two logs: each takes from an end of its own.
+
+    Args:
+        memory: bytes.
+
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self._used = 0
+        """Bytes that are taken, from the top or from the bottom."""
+        self._is_from_top = False
+        self._num_kept = 0
+        """Bytes at the other end, of the log that is kept."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing of it is taken or kept."""
+        return not self._used and not self._num_kept
+
+    @property
+    def num_left(self) -> int:
+        """Bytes that can be taken."""
+        return len(self.memory) - self._used - self._num_kept
+
+    def take(self, num_bytes: int) -> torch.Tensor | None:
+        """So many bytes; None if there is no room for them."""
+        if num_bytes > self.num_left:
+            return None
+        self._used += num_bytes
+        end = len(self.memory) if self._is_from_top else self._used
+        start = end - self._used if self._is_from_top else end - num_bytes
+        return self.memory[start : start + num_bytes]
+
+    def keep(self) -> None:
+        """Keep what is taken; what comes now takes from the other end."""
+        self._num_kept, self._used = self._used, 0
+        self._is_from_top = not self._is_from_top
+
+    def drop_kept(self) -> None:
+        """Keep nothing."""
+        self._num_kept = 0
+
+    def empty(self) -> None:
+        """Take nothing."""
+        self._used = 0
+
+
 class ChangeLog:
     """The change log of one rank.
 
@@ -95,18 +145,15 @@ class ChangeLog:
         self.device = device
         self.capacity = capacity
         self.host_capacity = host_capacity
-        self._memory: torch.Tensor | None = None
-        self._used = 0
-        """Bytes of it that are taken, from the top or from the bottom."""
-        self._is_from_top = False
-        self._kept: int | None = None
-        """Bytes at the other end that hold the way back; None if it is not kept."""
+        self._memory: Area | None = None
+        self.holds_way_back = False
+        """Whether what is logged is the way back: its update is committed."""
+        self._is_kept = False
+        """Whether the log before this one is still there."""
         self._give_up: Callable[[], None] | None = None
         """What gives the way back up."""
-        self._blocks: list[torch.Tensor] = []
+        self._blocks: list[Area] = []
         """In host memory."""
-        self._block, self._used_of_block = 0, 0
-        """The number of the block that is filled now, and its bytes that are taken."""
         self._lack = ""
         """Why the host gave no block, for messages."""
         self.has_room = True
@@ -128,8 +175,8 @@ class ChangeLog:
         if self._memory is not None:
             return
         try:
-            self._memory = torch.empty(
-                self.capacity, dtype=torch.uint8, device=self.device
+            self._memory = Area(
+                torch.empty(self.capacity, dtype=torch.uint8, device=self.device)
             )
         except (torch.OutOfMemoryError, RuntimeError) as error:
             raise OutOfDeviceMemory(
@@ -148,39 +195,48 @@ class ChangeLog:
         self._empty()
 
     def begin(self, give_up: Callable[[], None]) -> None:
-        """Begin to log an update, and keep what the last one has logged.
+        """Begin to log an update, and keep the way back.
 
         Args:
             give_up: called when that is in the way; it calls `drop_kept`.
 
         """
-        if self._kept is None:  # else an update was aborted since
-            self._kept, self._is_from_top = self._used, not self._is_from_top
+        if self.holds_way_back:  # else an update was aborted since
+            for area in self._areas:
+                area.keep()
+            self._is_kept = True
         self._give_up = give_up
         self._empty()
 
     @property
     def keeps(self) -> bool:
-        """Whether the way back is kept while an update is logged."""
-        return self._kept is not None
+        """Whether the way back is kept beside what is logged."""
+        return self._is_kept and not self.holds_way_back
 
     def drop_kept(self) -> None:
         """Keep the way back no longer, while an update is logged."""
-        self._kept = self._give_up = None
-        self._block = self._used_of_block = 0
+        self._is_kept, self._give_up = False, None
+        for area in self._areas:
+            area.drop_kept()
+
+    @property
+    def _areas(self) -> list[Area]:
+        return [*filter(None, [self._memory]), *self._blocks]
 
     def _empty(self) -> None:
         self.number += 1
+        self.holds_way_back = False
+        for area in self._areas:
+            area.empty()
         self._pieces = []
         self.num_bytes = self.num_elements = self._num_counted = 0
-        self._used = 0
         self.has_room, self._lack = True, ""
         self._terms, self.sums = ops.Digest.ZERO, None
 
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory that the log has by now."""
-        return sum(map(len, self._blocks))
+        return sum(len(block.memory) for block in self._blocks)
 
     def require_room(self) -> None:
         """Raise `ChangeLogFull` unless all elements found room."""
@@ -279,7 +335,8 @@ class ChangeLog:
 
     def _has_room_beside(self, sizes: Numbers) -> bool:
         """Whether the memory beside the weights has room for all of these bytes."""
-        return self.has_room and int(sizes.sum()) <= self._left - (self._kept or 0)
+        assert self._memory is not None
+        return self.has_room and int(sizes.sum()) <= self._memory.num_left
 
     def add(
         self, param: str, offsets: torch.Tensor, old: torch.Tensor, new: torch.Tensor
@@ -310,48 +367,43 @@ class ChangeLog:
         add_changes(numbers, old.contiguous(), new.contiguous(), self.sums_on_device())
 
     def _take(self, num_bytes: int) -> torch.Tensor | None:
-        """Memory beside the weights, or else host memory; None if there is none."""
+        """Memory beside the weights, or else host memory; None if there is none.
+
+        Where there is none for two logs, the way back is given up.
+        """
         assert self._memory is not None
-        if self._kept is not None and num_bytes > self._left - self._kept:
-            assert self._give_up is not None
-            self._give_up()
-        if num_bytes <= self._left:
-            start = self._left - num_bytes if self._is_from_top else self._used
-            self._used += num_bytes
-            return self._memory[start : start + num_bytes]
-        while self._block < len(self._blocks):
-            block, start = self._blocks[self._block], self._used_of_block
-            if start + num_bytes <= len(block):
-                self._used_of_block += num_bytes
-                return block[start : self._used_of_block]
-            if not start:  # it is too short, and nothing refers to it
-                del self._blocks[self._block :]
-                break
-            self._block, self._used_of_block = self._block + 1, 0
-        if (fresh := self._new_block(num_bytes)) is None:
+        if (space := self._memory.take(num_bytes)) is not None:
+            return space
+        for block in self._blocks:
+            if (space := block.take(num_bytes)) is not None:
+                return space
+        if (fresh := self._new_block(num_bytes)) is not None:
+            self._blocks.append(fresh)
+            return fresh.take(num_bytes)
+        if not self.keeps:
             return None
-        self._blocks.append(fresh)
-        self._used_of_block = num_bytes
-        return fresh[:num_bytes]
+        assert self._give_up is not None
+        self._give_up()
+        return self._take(num_bytes)
 
-    @property
-    def _left(self) -> int:
-        return self.capacity - self._used
-
-    def _new_block(self, num_bytes: int) -> torch.Tensor | None:
+    def _new_block(self, num_bytes: int) -> Area | None:
         """A block with room for so many bytes; None if there is no memory for it."""
+        if self.host_capacity - self.host_bytes < num_bytes:
+            # Blocks that nothing refers to are too short.
+            self._blocks = [block for block in self._blocks if not block.is_empty]
         left = self.host_capacity - self.host_bytes
         if left < num_bytes:
             return None
         size = min(left, max(num_bytes, BLOCK_BYTES))
         try:
             is_pinned = self.device.type == "cuda"
-            return torch.empty(
+            memory = torch.empty(
                 size, dtype=torch.uint8, device="cpu", pin_memory=is_pinned
             )
         except (torch.OutOfMemoryError, RuntimeError) as error:
             self._lack = f", which the host does not have ({error})"
             return None
+        return Area(memory)
 
     def sums_on_device(self) -> torch.Tensor:
         """The sums on the GPU: int64 [SUMS]; whoever fills `reserve` adds to them."""

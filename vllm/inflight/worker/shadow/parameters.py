@@ -74,8 +74,16 @@ def in_place_of(built: torch.nn.Parameter, data: torch.Tensor) -> torch.nn.Param
     return made
 
 
-def mark_hollow(module: torch.nn.Module) -> None:
-    """Note that the parameters of `module`, on `meta`, are in kernel format."""
+def make_hollow(module: torch.nn.Module) -> None:
+    """Take the memory of the parameters of `module`, which are in kernel format."""
+    made: dict[int, torch.nn.Parameter] = {}
+    for layer in module.modules():
+        for key, param in layer._parameters.items():
+            if param is None or param.is_meta:
+                continue
+            if id(param) not in made:  # tied layers share one object
+                made[id(param)] = in_place_of(param, param.data.to("meta"))
+            layer._parameters[key] = made[id(param)]
     ModelState.of(module).set(Mirrored([]))
 
 

@@ -219,7 +219,7 @@ class ShadowModel:
         if self.device.type == "cuda":
             gpu_digest.warm(self.device, dtypes)
         self.plan = Plan(is_replayed=False)
-        parameters.mark_hollow(self.module)
+        parameters.make_hollow(self.module)
         capacity = capacity_of(self._config.delta_gib, self.nbytes)
         on_host = host_capacity_of(self._config.delta_host_gib, self.nbytes)
         try:

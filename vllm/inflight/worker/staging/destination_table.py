@@ -14,7 +14,6 @@ from math import prod
 import torch
 
 from vllm.inflight import upstream
-from vllm.inflight.update import DRAFT
 from vllm.inflight.worker.replay_plan import Entry
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.staging.coverage import Coverage, Fill
@@ -60,7 +59,7 @@ def _trace(shadow: ShadowModel) -> None:
         for name, (shape, dtype) in shadow.start_checkpoint.known.items():
             if shape is None or dtype is None:
                 continue
-            if name in shadow.ignored or name.startswith(DRAFT):
+            if name in shadow.ignored:
                 continue
             # Memory that nobody writes to takes nothing.
             tensor = torch.empty(

@@ -351,6 +351,8 @@ class UpdateLoader:
         plan = self._shadow.plan
         known = plan.known(name)
         plan.keep(name, entry)
+        if plan.passes_over(name):
+            return  # a drafter's copy of a layer that is its model's
         self.coverage.unwatch_loaders()
         try:
             self._shadow.learn()

@@ -452,8 +452,6 @@ class StagingThread(Background):
             # The next update may write to the same places from another stream.
             self._stager.drain()
         intake.coverage.unwatch()
-        if self._is_open:
-            self._give_up_way_back()  # one flip is kept, and this update has its own
         base = sent.of_target()
         whole: Content | None = base
         if intake.is_partial:

@@ -13,13 +13,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from vllm.inflight import messages, upstream
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import Cancelled, EngineFault
+from vllm.inflight.messages import FlipTo
 from vllm.inflight.transport.base import StagedEngine
 from vllm.inflight.transport.collective.nccl import still_writes
 from vllm.inflight.transport.cuda_ipc.receiver_engine import ExportedEngine
@@ -60,6 +62,40 @@ LET_GO_S = 10.0
 """Time that is left to a transfer that has been told to end."""
 
 
+Sent = tuple[str, frozenset[str]]
+"""A framework, and the parameters that a version of it has written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A version that this rank holds; None stands for what is not known.
+
+    Attributes:
+        content: tensor by tensor.
+        marks: the digests of parameters that are no copies; see scrub.py.
+        flip: what exchanges it with what is served; None for the start weights.
+        sent: if a framework has sent it.
+
+    """
+
+    content: Content | None = None
+    marks: Digests | None = None
+    flip: Flip | None = None
+    sent: Sent | None = None
+
+
+class Versions(NamedTuple):
+    """The versions that a rank holds.
+
+    A second set is that of `before` or of `staged`; an update gives `before` up as it
+    writes. A log may hold both.
+    """
+
+    served: Held = Held()
+    before: Held | None = None
+    staged: Held | None = None
+
+
 class StagingWorker:
     """The shadow weights of one rank, and the thread that fills them."""
 
@@ -67,15 +103,11 @@ class StagingWorker:
         self.worker = worker
         self.shadow = shadow
         self.steps = StepTracker(shadow.device)
-        self._flip: Flip | None = None
-        """None while the shadow weights hold no whole version: before the first one is
-        staged, and from the first write of an update until its end."""
+        self.versions = Versions()
+        self._undo: tuple[Flip, Versions] | None = None
+        """What undoes the last flip, and the versions before it."""
         self._turn = threading.Lock()
         """Of the thread that flips, and the one that begins to write."""
-        self._contents: list[Content | None] = [None, None]
-        """Of what is served, and of the other set; None where it is not known."""
-        self._marks: list[Digests | None] = [None, None]
-        """Of both, the digests of parameters that are no copies; see scrub.py."""
         self._scrub: Scrub | None = None
         self._laying = threading.Lock()
         """Of the thread that works `_layout` out: one that stages, or that decodes."""
@@ -86,8 +118,8 @@ class StagingWorker:
         self._num_kept = 0
         self.sent_by: dict[str, frozenset[str]] = {}
         """Framework → the parameters that its last committed version has written."""
-        self._sent: tuple[str, frozenset[str]] | None = None
-        """The same of the version that is staged now."""
+        self._sent: Sent | None = None
+        """The same of the version that is staged next."""
         self._catalogue: dict[str, Any] | None = None
         """What a trainer may send, packed; None before the ranks are attached."""
         self._stream: torch.cuda.Stream | None = None
@@ -242,8 +274,8 @@ class StagingWorker:
 
         """
         with self.between_flips(is_cancelled):
-            self._flip = self._sent = None
-            self._contents[1] = self._marks[1] = None
+            self.versions = self.versions._replace(before=None, staged=None)
+            self._undo = self._sent = None
             if (log := self.shadow.log) is not None:
                 log.drop_kept() if log.keeps else log.clear()
 
@@ -264,8 +296,10 @@ class StagingWorker:
 
         """
         with self.between_flips(is_cancelled):
-            if self.shadow.log is None or self._flip is None:
+            if self.shadow.log is None or self.versions.before is None:
                 return False
+            self.versions = self.versions._replace(staged=None)
+            self._undo = self._sent = None
             self.shadow.log.begin(give_up)
             return True
 
@@ -294,7 +328,8 @@ class StagingWorker:
         if self.shadow.log is not None:
             self.shadow.log.clear()
         if served:
-            self._contents[0] = self._marks[0] = self._scrub = None
+            self.versions = self.versions._replace(served=Held())
+            self._scrub = None
 
     def let_go(self) -> None:
         """Return when nothing is at work on the shadow weights.
@@ -313,7 +348,7 @@ class StagingWorker:
     @property
     def served(self) -> Content | None:
         """What is served, tensor by tensor, if that is known."""
-        return self._contents[0]
+        return self.versions.served.content
 
     def begin_fill(self) -> None:
         """An update begins to fill lost weights in place, with delta staging."""
@@ -362,7 +397,9 @@ class StagingWorker:
                     "something else has written into the live weights while the update "
                     "was compared with them; send it again"
                 )
-            self._contents[1], self._marks[1], self._flip = content, marks, flip
+            held = Held(content, marks, flip, self._sent)
+            self.versions = self.versions._replace(staged=held)
+            self._sent = None
         self._settle_garbage()
         if self.served is None or content is None:
             return None
@@ -402,31 +439,49 @@ class StagingWorker:
             gc.collect(1)  # the younger garbage; all of it would be such a stop
             gc.freeze()
 
-    def flip(self) -> float:
-        """Exchange live and shadow; returns the seconds it took."""
+    def flip(self, to: FlipTo = "next") -> float:
+        """Exchange the live weights with others; returns the seconds it took.
+
+        An update that was aborted after it was staged may still lie here.
+        """
         with self._turn:
-            if self._flip is None:
-                raise RuntimeError("nothing is staged on this rank")
-            flip = self._flip
-            if not self.shadow.is_reversible:
-                self._flip = None
+            flip, after, undo = self._turned(to)
             with self.steps.between():
                 seconds = flip()
-            if self.shadow.log is not None:
+            is_commit = to == "next" and self.versions.staged is not None
+            self.versions, self._undo = after, undo
+            if (log := self.shadow.log) is not None:
                 # What an update has compared with the live weights is true no more.
-                self.shadow.log.number += 1
+                log.number += 1
+                log.holds_way_back |= is_commit
+                log.holds_way_back &= after.staged is None
             if not self.shadow.is_reversible:
                 # The one set was copied over the other.
                 self.shadow.stale.clear()
                 self.shadow.changed.clear()
-            self._contents.reverse()
-            self._marks.reverse()
             self._scrub = None
-            if self._sent is not None:
-                framework, params = self._sent
+            if is_commit and (sent := after.served.sent) is not None:
+                framework, params = sent
                 self.sent_by[framework] = params
-                self._sent = None
         return seconds
+
+    def _turned(
+        self, to: FlipTo
+    ) -> tuple[Flip, Versions, tuple[Flip, Versions] | None]:
+        """A flip, the versions after it, and what undoes it."""
+        versions = self.versions
+        if to == "undo":
+            if self._undo is None:
+                raise RuntimeError("nothing was flipped on this rank")
+            return *self._undo, None
+        one = versions.staged if to == "next" else None
+        one = one or versions.before
+        if one is None or one.flip is None:
+            raise RuntimeError("nothing is staged on this rank")
+        if not self.shadow.is_reversible:
+            return one.flip, Versions(one), None
+        before = replace(versions.served, flip=one.flip)
+        return one.flip, Versions(one, before), (one.flip, versions)
 
     def scrub(self, move: str) -> Any:
         """One move of a scrub of what is served, between two steps; see scrub.py.
@@ -444,9 +499,10 @@ class StagingWorker:
                 if not self._laying.acquire(blocking=False):
                     return None
                 try:
-                    facts = self._facts(self._contents[0])
+                    served = self.versions.served
                     layout = self._where(may_change=not self.is_busy)
-                    self._scrub = Scrub(layout, facts, self._marks[0])
+                    facts = self._facts(served.content)
+                    self._scrub = Scrub(layout, facts, served.marks)
                 finally:
                     self._laying.release()
                 return self._scrub.num_slices
@@ -457,7 +513,9 @@ class StagingWorker:
             found = self._scrub.result()
             marks = found.pop("marks")
             # Of the start, and of what staging left out: what comes later is compared.
-            self._marks[0] = marks | (self._marks[0] or {})
+            served = self.versions.served
+            served = replace(served, marks=marks | (served.marks or {}))
+            self.versions = self.versions._replace(served=served)
             self._scrub = None
             return found
 

@@ -1,0 +1,73 @@
+"""Delta staging with MTP layers: a drafter whose tensors are among the model's."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.e2e.test_delta_staging import (  # noqa: F401 (one is a fixture)
+    delta_engine,
+    shadow_of,
+    without_packing,
+)
+from tests.support.deltas import stepped
+from tests.support.engines.drafted import drafted
+from tests.support.engines.mixtures import part
+from tests.support.models.families import cpu_options
+from tests.support.models.tiny_drafters import MTP, MTP_KINDS, make_mtp
+from vllm.inflight.trainer import Publisher
+
+pytestmark = pytest.mark.engine
+
+KIND = MTP_KINDS["mimo"]
+LOG = {"staging": "delta", "delta_gib": 0.05}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def folders(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[Path]:
+    """Of an old and a new version, model and MTP layer."""
+    root = tmp_path_factory.mktemp("mtp")
+    return [
+        make_mtp(root / str(seed), KIND, seed, 5 + seed, tied=request.param)
+        for seed in range(2)
+    ]
+
+
+def test_model_and_mtp_layer_change_together_or_alone_by_deltas_and_whole(
+    start: Callable[..., Any], folders: list[Path], tmp_path: Path
+) -> None:
+    options = {"speculative_config": MTP, **cpu_options(KIND.family)}
+    old, new = folders
+    fresh = drafted(start(new, **options))
+    llm = delta_engine(start, old, inflight=LOG, **options)
+    shadow = shadow_of(llm)
+    assert shadow.plan.num_proved == len(shadow.plan) > 0
+    first = drafted(llm)
+    assert first != fresh
+    for _ in range(2):
+        llm.update_weights_from_disk(str(new), "new")
+        assert drafted(llm) == fresh
+        llm.rollback_weights()
+        assert drafted(llm) == first
+    only = [f"{KIND.layer}*"]
+    llm.update_weights_from_disk(part(new, only, tmp_path), "mtp", subset=only)
+    assert drafted(llm)[0] == first[0] and drafted(llm)[1] != first[1]
+    llm.rollback_weights()
+    assert drafted(llm) == first
+
+    weights = load_file(old / "model.safetensors")
+    with Publisher(llm, lambda: weights) as to:
+        to.publish("whole")
+        weights = stepped(weights, 1)
+        assert to.publish("delta").is_delta
+        after = drafted(llm), llm.weight_info()["digest"]
+        to.rollback()
+        assert drafted(llm) == first
+    with Publisher(llm, lambda: weights, delta="off") as to:
+        to.publish("the same, whole")
+    assert (drafted(llm), llm.weight_info()["digest"]) == after
+    assert llm.verify_weights()["result"] == "equal"
