@@ -56,7 +56,8 @@ class Arm:
         for checkpoint in plan.checkpoints:
             start = time.monotonic()
             facts = await self._update(self.engine, checkpoint)
-            record.updates.append(Update(start, time.monotonic(), facts))
+            called = facts.pop("called", None)
+            record.updates.append(Update(start, time.monotonic(), facts, called))
             await asyncio.sleep(plan.steady_s)
         record.ended = time.monotonic()
         _refuse_ended(streams)

@@ -8,7 +8,7 @@ if it lies wholly outside of every update.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -35,6 +35,10 @@ class UpdateFigures:
     """Tokens per second from call to return, as a share of those around it."""
     lost_s: float
     """Seconds of decoding that the update cost."""
+    search_s: float = 0.0
+    """Seconds of a trainer's search, before the engine's first call."""
+    lost_search_s: float = 0.0
+    """Seconds of decoding lost meanwhile. The other figures are without the search."""
 
 
 def gaps(record: Record) -> Iterator[Gap]:
@@ -48,10 +52,14 @@ def update_figures(record: Record) -> list[UpdateFigures]:
     """The figures of every update of a round."""
     figures = []
     around = pairwise(_stretches(record))
-    for update, (before, after) in zip(record.updates, around, strict=True):
-        seconds = update.end - update.start
+    for whole, (before, after) in zip(record.updates, around, strict=True):
         alone_s = sum(end - start for start, end in (before, after))
         rate = (_tokens(record, before) + _tokens(record, after)) / alone_s
+        called = whole.start if whole.called is None else whole.called
+        search_s = called - whole.start
+        found = _tokens(record, (whole.start, called))
+        update = replace(whole, start=called)
+        seconds = update.end - update.start
         share = _tokens(record, (update.start, update.end)) / seconds / rate
         # The decode-only stretch ends where the update begins; it is shorter than
         # the update only if the whole stretch is.
@@ -66,6 +74,8 @@ def update_figures(record: Record) -> list[UpdateFigures]:
                 gap_alone_ms=_longest(g for g in gaps(record) if _within(g, alone)),
                 tokens_share=share,
                 lost_s=seconds * (1 - share),
+                search_s=search_s,
+                lost_search_s=search_s - found / rate,
             )
         )
     return figures
@@ -106,6 +116,7 @@ def summary(records: list[Record]) -> dict[str, Any]:
         "tokens_share": median(u.tokens_share for u in updates),
         "update_s": median(u.seconds for u in updates),
         "lost_s": median(u.lost_s for u in updates),
+        "lost_search_s": median(u.lost_search_s for u in updates),
         "updates": [asdict(u) for u in updates],
     }
 

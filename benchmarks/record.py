@@ -27,6 +27,8 @@ class Update:
     end: float
     facts: dict[str, float] = field(default_factory=dict)
     """What the engine itself says about it."""
+    called: float | None = None
+    """When the engine got its first call, if a trainer has searched before."""
 
 
 @dataclass

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
@@ -81,8 +82,10 @@ class Trainer:
             WeightTransferUpdateRequest,
         )
 
+        self.called = None
         while True:
             method, payload = await self._next()
+            self.called = self.called or time.monotonic()
             if method == "done":
                 self.facts = self.facts | (payload or {})
                 return
@@ -112,6 +115,8 @@ class Trainer:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(None, self._pipe.recv)
 
+    called: float | None = None
+    """When the last update made its first call of the engine."""
     facts: dict[str, float] = {}
     """What the engine said about the last commit, and the trainer about its update."""
 

@@ -3,8 +3,8 @@
 `python -m benchmarks.gpu.delta [--shape 8B] [--shares 0.001 0.01 0.1]`. A trainer on
 the next GPU changes a share of all elements by one unit in the last place, and sends
 what has changed. Rounds of whole versions come before and after. The search for the
-changes is shown apart, as it runs on the trainer's GPU. docs/performance.md explains
-the figures.
+changes is shown apart, as it runs on the trainer's GPU: an update begins with the
+engine's first call. docs/performance.md explains the figures.
 
 With `--staging delta` the engine has one set of weights and a log. It starts with the
 trainer's weights, and whole versions change as many elements as the delta in the
@@ -48,7 +48,8 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
 
         async def update(engine: Any, share: str) -> dict[str, float]:
             await trainer.send(engine, share)
-            return trainer.facts
+            assert trainer.called is not None
+            return trainer.facts | {"called": trainer.called}
 
         inflight = {"staging": options.staging}
         if is_logged:
@@ -102,7 +103,7 @@ def figures(record: Any) -> dict[str, float]:
         for key in told[0]
         if all(key in each for each in told)
     }
-    del found["updates"]
+    found["gaps"] = [(u["gap_at_s"], u["gap_max_ms"]) for u in found.pop("updates")]
     return found
 
 
