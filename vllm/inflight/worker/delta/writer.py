@@ -101,6 +101,8 @@ class DeltaWriter:
         """Changed elements that have come of each tensor."""
         self._num_written = np.zeros(len(self._specs), dtype=np.int64)
         """Of these, the elements that this rank serves."""
+        self._taken: Samples | None = None
+        """Of the changed tensors, as they are now."""
         self._on_device: DeviceWriter | None = None
         self._faults: list[torch.Tensor | None] = []
         """Of parts that were decoded on the GPU, whose data may be malformed."""
@@ -171,6 +173,8 @@ class DeltaWriter:
         if self._log is not None:
             self._log.require_room()
         if self._on_device is not None:
+            # Enqueued before the GPU is waited for. Of wrong tensors they are dropped.
+            self._taken = self._samples()
             results = self._on_device.results()
             self._sums = results[:, :2].view(np.uint64)
             self._num_bad, self._num_written = results[:, 2], results[:, 3]
@@ -245,7 +249,9 @@ class DeltaWriter:
             spec.name: (spec.dtype, spec.shape, (a, b))
             for spec, (a, b) in zip(self._specs, self._announced.tolist(), strict=True)
         }
-        return Content(facts, self._samples())
+        if self._on_device is None:
+            self._taken = self._samples()
+        return Content(facts, self._taken)
 
     def _find(self, spec: TensorSpec, known: KnownDestinations) -> Destinations:
         facts = self._served.facts.get(spec.name)

@@ -51,7 +51,7 @@ from vllm.inflight.worker.staging.throttle import undirected
 from vllm.inflight.worker.status_board import StatusBoard
 from vllm.inflight.worker.step_tracker import StepTracker
 from vllm.inflight.worker.verify.content import Content, Facts
-from vllm.inflight.worker.verify.drift import drift
+from vllm.inflight.worker.verify.drift import Drift
 from vllm.inflight.worker.worker_state import WorkerState
 
 logger = upstream.init_logger(__name__)
@@ -377,6 +377,11 @@ class StagingWorker:
             EngineFault: somebody else has written into the live weights since.
 
         """
+        moved: Drift | None = None
+        old = None if self.served is None else self.served.samples
+        if old is not None and content is not None and content.samples is not None:
+            with undirected():
+                moved = Drift(old, content.samples)
         flip: Flip = Filled() if fills else self.make_flip()
         module = self.shadow.module
         assert module is not None
@@ -401,10 +406,7 @@ class StagingWorker:
             self.versions = self.versions._replace(staged=held)
             self._sent = None
         self._settle_garbage()
-        if self.served is None or content is None:
-            return None
-        with undirected():
-            return drift(self.served.samples, content.samples)
+        return None if moved is None else moved.result()
 
     def _require_filled(self, layout: Layout, facts: Mapping[str, Facts]) -> None:
         """Read filled weights back, and compare them with what was received.

@@ -162,37 +162,65 @@ def drift(old: Samples | None, new: Samples | None) -> dict[str, object] | None:
     without an index counts by its own name. Tensors that only one of the versions has
     are left out.
     """
-    if old is None or new is None:
-        return None
-    # Few and large calls leave the interpreter to other threads.
-    alike: dict[tuple[int, int], list[tuple[str, int, int]]] = {}
-    for name, (now_in, now_at) in new.places.items():
-        if (place := old.places.get(name)) is not None:
-            was_in, was_at = place
-            alike.setdefault((was_in, now_in), []).append((name, was_at, now_at))
-    compared: list[str] = []
-    squares: list[torch.Tensor] = []
-    for (was_in, now_in), group in alike.items():
-        blocks = old.blocks[was_in], new.blocks[now_in]
-        if blocks[0].shape[1] != blocks[1].shape[1]:
-            continue  # of another size now
-        for part in _parts(group, blocks[1]):
-            names, *rows = zip(*part, strict=True)
-            was, now = (
-                _rows(block, at).float() for block, at in zip(blocks, rows, strict=True)
-            )
-            compared += names
-            squares.append(torch.stack([now - was, was]).square().sum(2))
-    if not squares:
-        return {"overall": _ratio(0.0, 0.0), "layers": {}}
-    layers, numbers = _layers(tuple(compared))
-    # Read all at once: each read of a number waits for the GPU.
-    found = torch.cat(squares, 1).double().cpu().numpy()
-    moved, lengths = (np.bincount(numbers, weights=row).tolist() for row in found)
-    return {
-        "overall": _ratio(sum(moved), sum(lengths)),
-        "layers": dict(zip(layers, map(_ratio, moved, lengths), strict=True)),
-    }
+    return None if old is None or new is None else Drift(old, new).result()
+
+
+class Drift:
+    """The comparison of two versions: enqueued here, and read by `result`.
+
+    Whoever has other work to do meanwhile does not wait for the GPU.
+
+    Args:
+        old: samples of the live version.
+        new: samples of the version that follows.
+
+    """
+
+    def __init__(self, old: Samples, new: Samples) -> None:
+        # Few and large calls leave the interpreter to other threads.
+        alike: dict[tuple[int, int], list[tuple[str, int, int]]] = {}
+        for name, (now_in, now_at) in new.places.items():
+            if (place := old.places.get(name)) is not None:
+                was_in, was_at = place
+                alike.setdefault((was_in, now_in), []).append((name, was_at, now_at))
+        self._compared: list[str] = []
+        squares: list[torch.Tensor] = []
+        for (was_in, now_in), group in alike.items():
+            blocks = old.blocks[was_in], new.blocks[now_in]
+            if blocks[0].shape[1] != blocks[1].shape[1]:
+                continue  # of another size now
+            for part in _parts(group, blocks[1]):
+                names, *rows = zip(*part, strict=True)
+                was, now = (
+                    _rows(block, at).float()
+                    for block, at in zip(blocks, rows, strict=True)
+                )
+                self._compared += names
+                squares.append(torch.stack([now - was, was]).square().sum(2))
+        self._squares: torch.Tensor | None = None
+        self._read: torch.cuda.Event | None = None
+        if squares:
+            # Read all at once: each read of a number waits for the GPU.
+            found = torch.cat(squares, 1).double()
+            self._squares = found.to("cpu", non_blocking=True)
+            if found.is_cuda:
+                self._read = torch.cuda.Event(blocking=True)
+                self._read.record(torch.cuda.current_stream(found.device))
+
+    def result(self) -> dict[str, object]:
+        """What `drift` returns; waits for the GPU."""
+        if self._squares is None:
+            return {"overall": _ratio(0.0, 0.0), "layers": {}}
+        if self._read is not None:
+            self._read.synchronize()
+        layers, numbers = _layers(tuple(self._compared))
+        moved, lengths = (
+            np.bincount(numbers, weights=row).tolist() for row in self._squares.numpy()
+        )
+        return {
+            "overall": _ratio(sum(moved), sum(lengths)),
+            "layers": dict(zip(layers, map(_ratio, moved, lengths), strict=True)),
+        }
 
 
 def _rows(block: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
