@@ -4,7 +4,7 @@ The tests of tests/e2e/test_delta_staging.py, in an engine that replays graphs; 
 no step is torn, and what the log takes of the memory.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ from tests.support.engines.probe import greedy
 from tests.support.engines.reference import Reference
 from vllm.inflight.errors import ChangeLogFull
 from vllm.inflight.trainer import Publisher
+from vllm.inflight.worker.delta import dense
 from vllm.inflight.worker.memory import placement
 
 pytestmark = [
@@ -91,6 +92,24 @@ def test_every_tensor_is_logged_by_the_kernel_and_none_by_its_loader(llm) -> Non
     plan = shadow_of(llm).plan
     assert plan.num_proved == len(plan) > 0
     assert not plan.is_replayed
+
+
+def test_whole_tensors_are_compared_by_kernels_and_not_by_torch(
+    llm, old, new, fresh, monkeypatch
+) -> None:
+    compared: list[int] = []
+
+    def count(log: object, rows: Sequence[object], *args: Any, **kwargs: Any) -> None:
+        compared.append(len(rows))
+        compare(log, rows, *args, **kwargs)
+
+    compare = dense.compare_on_device
+    llm.update_weights_from_disk(str(old), "old")
+    monkeypatch.setattr(dense, "compare_on_device", count)
+    monkeypatch.setattr(dense, "log_differences", None)  # of torch
+    llm.update_weights_from_disk(str(new), "new")
+    assert sum(compared) >= len(shadow_of(llm).plan)
+    assert greedy(llm) == fresh
 
 
 def test_auto_takes_a_log_where_two_sets_leave_no_room(

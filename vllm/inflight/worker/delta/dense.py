@@ -122,15 +122,15 @@ def compare_on_device(
     num_programs = -(-table[:, 2] // kernels.BLOCK)
     on_device, owners = launch_table(table, 3, num_programs, log.device)
     ends, totals = kernels.count(on_device, owners, width, is_flat=is_flat)
-    is_any = False
     # This waits until they are counted: the log has to know how much room they take.
-    for row, own, num in zip(rows, table, totals.tolist(), strict=True):
-        if not num:
-            continue
-        if (logged := log.reserve(row.param, num, width)) is not None:
-            own[5:8] = logged.offsets.data_ptr(), logged.bits.data_ptr(), logged.first
-            is_any = True
-    if is_any:
+    counts = totals.cpu().numpy().astype(np.int64)
+    differ = np.flatnonzero(counts)
+    if not len(differ):
+        return
+    params = [rows[number].param for number in differ.tolist()]
+    widths = np.full(len(differ), width, dtype=np.int64)
+    if (reserved := log.reserve_all(params, counts[differ], widths)) is not None:
+        table[differ, 5:8] = np.stack(reserved, 1)
         on_device = to_device(table, log.device)
         sums = log.sums_on_device()
         kernels.log(on_device, owners, ends, sums, width, is_flat=is_flat)
