@@ -92,10 +92,12 @@ build/ray: # beside the environment: nothing else needs it
 
 test-frameworks: setup build/frameworks ## worker extensions of OpenRLHF, verl and others, and slime's rollouts, from their own files
 	$(PY) -m pytest -m engine tests/e2e/test_framework_packages.py \
-		tests/e2e/test_framework_trainers.py tests/e2e/test_slime.py tests/e2e/test_recipes.py
+		tests/e2e/test_framework_trainers.py tests/e2e/test_slime.py \
+		tests/e2e/test_miles.py tests/e2e/test_recipes.py
 
-# slime and prime-rl's worker have no package; commits of 21 August 2026
+# slime, miles and prime-rl's worker have no package; commits of 21 August 2026
 SLIME := 624b824a898ab0ec1fcb4d373004c7f3852bf515
+MILES := 31f1ca961a94cb860cec3b2dea34ec332bfa8f76
 PRIME_RL := 559b44772e471d1538537b8805cc77f3824a5e64
 
 # Without what they depend on: only the files of the worker extensions are imported.
@@ -107,6 +109,9 @@ build/frameworks: # beside the environment: nothing else needs it
 	mkdir -p $@/slime
 	curl -sfL https://github.com/THUDM/slime/archive/$(SLIME).tar.gz \
 		| tar -xz -C $@/slime --strip-components 1 slime-$(SLIME)/slime
+	mkdir -p $@/miles
+	curl -sfL https://github.com/radixark/miles/archive/$(MILES).tar.gz \
+		| tar -xz -C $@/miles --strip-components 1 miles-$(MILES)/miles
 	mkdir -p $@/prime_rl
 	curl -sfL https://github.com/PrimeIntellect-ai/prime-rl/archive/$(PRIME_RL).tar.gz \
 		| tar -xz -C $@/prime_rl --strip-components 2 \

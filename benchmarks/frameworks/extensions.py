@@ -1,19 +1,30 @@
 """Worker extensions of the packages, by names that every process of an engine finds.
 
-`worker_extension_cls="benchmarks.frameworks.extensions.verl"` is verl's own class.
+`worker_extension_cls="benchmarks.frameworks.extensions.verl"` is verl's own class, and
+`openrlhf_and_verl` one that has the calls of both.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 
 from benchmarks.frameworks.on_host import use_host
 from benchmarks.frameworks.packages import OWN
 
+AND = "_and_"
+
 
 def __getattr__(name: str) -> type:
-    if name not in OWN:
+    if not OWN.keys() >= set(name.split(AND)):
         raise AttributeError(name)
+    return _made(name)
+
+
+@cache
+def _made(name: str) -> type:
     if not torch.cuda.is_available():
         use_host()
-    return OWN[name].worker_extension()
+    found = [OWN[each].worker_extension() for each in name.split(AND)]
+    return found[0] if len(found) == 1 else type(name, tuple(found), {})

@@ -187,6 +187,18 @@ OWN: dict[str, Package] = {
             executed=("slime.rollout.rm_hub", "slime.utils.accelerator"),
             empty=("ray", "sglang", "sglang_router", "pylatexenc", "slime.ray"),
         ),
+        Package(
+            name="miles",
+            executed=("miles.rollout.rm_hub",),
+            empty=(
+                *("ray", "sglang", "sglang_router", "pylatexenc", "pybase64", "openai"),
+                *(
+                    "miles.ray",
+                    "miles.backends.megatron_utils",
+                    "miles.utils.audit_utils",
+                ),
+            ),
+        ),
     )
 }
 """The packages by their names in build/frameworks."""

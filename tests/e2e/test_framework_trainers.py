@@ -16,12 +16,8 @@ from tests.support.engines.script import run_script
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-CASES = [
-    ("openrlhf", 1, "obey"),
-    ("verl", 1, "obey"),
-    ("prime_rl", 1, "absorb"),
-    ("verl", 2, "obey"),
-]
+FRAMEWORKS = ["openrlhf", "verl", "prime_rl"]
+Seen = dict[str, Any]
 
 
 @pytest.fixture(scope="session")
@@ -44,36 +40,42 @@ def in_float32(
     return folders
 
 
-@pytest.mark.parametrize(("framework", "num_ranks", "pauses"), CASES)
+def run(folders: list[Path], num_ranks: int, frameworks: list[str]) -> Seen:
+    """What an engine serves that these frameworks' trainers update in turn."""
+    for framework in frameworks:
+        assert OWN[framework].folder.is_dir(), "run `make test-frameworks`"
+    room = "tests.support.frameworks"
+    # Pieces of verl's buffer are smaller than the model.
+    env = {"BENCH_BUCKET_MB": "1"}
+    arguments = *folders, num_ranks, *frameworks
+    return run_script("trained", *arguments, room=room, env=env, spawned=True)
+
+
+@pytest.fixture(scope="module")
+def of_one_rank(in_float32: list[Path]) -> Seen:
+    return run(in_float32, 1, FRAMEWORKS)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_frameworks_own_trainer_updates_an_engine_under_load(
-    in_float32: list[Path], framework: str, num_ranks: int, pauses: str
+    in_float32: list[Path], of_one_rank: Seen, framework: str
 ) -> None:
-    check(in_float32, framework, num_ranks, pauses)
+    check(of_one_rank, framework, in_float32)
+
+
+def test_verls_own_trainer_updates_two_ranks_under_load(in_float32: list[Path]) -> None:
+    check(run(in_float32, 2, ["verl"]), "verl", in_float32, num_ranks=2)
+
+
+def test_a_trainer_that_is_late_fails_alone(of_one_rank: Seen) -> None:
+    check_late(of_one_rank)
 
 
 def check(
-    folders: list[Path],
-    framework: str,
-    num_ranks: int,
-    pauses: str,
-    fresh: list[list[int]] | None = None,
-) -> dict[str, Any]:
-    """Let a trainer update an engine under load; fails if anything else is served.
-
-    Args:
-        folders: the old and the new checkpoint.
-        framework: whose trainer and extension.
-        num_ranks: of the engine.
-        pauses: see `--inflight-pauses`.
-        fresh: what an engine that was started on the new checkpoint says.
-
-    """
-    assert OWN[framework].folder.is_dir(), "run `make test-frameworks`"
-    room = "tests.support.frameworks"
-    arguments = framework, *folders, num_ranks, pauses
-    # Pieces of verl's buffer are smaller than the model.
-    env = {"BENCH_BUCKET_MB": "1"}
-    seen = run_script("trained", *arguments, room=room, env=env, spawned=True)
+    found: Seen, framework: str, folders: list[Path], *, num_ranks: int = 1
+) -> None:
+    """Fail if anything else was served than the versions that a trainer has sent."""
+    seen = found[framework]
     updates = seen["updates"]
     epochs = [update["epoch"] for update in updates]
     assert epochs == list(range(epochs[0], epochs[0] + len(epochs)))
@@ -83,16 +85,17 @@ def check(
     else:
         assert labels == [f"update-{epoch}" for epoch in epochs]
     assert min(update["steps"] for update in updates) > 0, "decoding stood still"
-    assert updates[-1]["digest"] == updates[0]["digest"] == seen["digest of files"]
+    assert updates[-1]["digest"] == updates[0]["digest"] == found["digest"]
     assert seen["not of files"] == [[]] * num_ranks
-    assert seen["before"] == seen["rolled back"] != seen["after"]
-    if fresh is not None:
-        assert seen["after"] == fresh
-    assert seen["spanning"] > 8, "the commits did not come under load"
+    assert found["before"] == seen["rolled back"] != seen["after"] == found["of files"]
+    assert seen["borders"] > 8, "the commits did not come under load"
     assert seen["mismatches"] == []
-    if framework == "openrlhf":
-        late = seen["late"]
-        assert late["same"] and late["is label kept"] and late["rounds"] > 1
-        assert "deadline" in late["error"], late
-        assert seen["said after late"] == seen["after"]
-    return seen
+
+
+def check_late(found: Seen) -> None:
+    """Fail if a trainer that sends nothing for a while hurts anything else."""
+    seen = found["openrlhf"]
+    late = seen["late"]
+    assert late["same"] and late["is label kept"] and late["rounds"] > 1
+    assert "deadline" in late["error"], late
+    assert seen["after late"] == found["of files"]

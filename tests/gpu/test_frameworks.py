@@ -13,13 +13,14 @@ import torch
 
 from tests.e2e.test_adoption import check_two_ranks
 from tests.e2e.test_framework_trainers import (  # noqa: F401 (a fixture)
+    FRAMEWORKS,
+    Seen,
     check,
+    check_late,
     in_float32,
+    run,
 )
 from tests.support.engines.probe import greedy
-from tests.support.gpu.ranked import (  # noqa: F401 (a fixture)
-    start,
-)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,41 +37,46 @@ def needs(num_gpus: int) -> pytest.MarkDecorator:
 
 
 @pytest.fixture(scope="module")
-def fresh(
-    start: Callable[..., Any],  # noqa: F811
-    in_float32: list[Path],  # noqa: F811
-) -> Callable[[int], list[list[int]]]:
-    """What an engine of so many ranks says that was started on the new checkpoint."""
-    said: dict[int, list[list[int]]] = {}
-
-    def of(num_ranks: int) -> list[list[int]]:
-        if num_ranks not in said:
-            own = {"dtype": "float32", "enforce_eager": False}
-            llm = start(in_float32[1], tensor_parallel_size=num_ranks, **own)
-            said[num_ranks] = greedy(llm)
-        return said[num_ranks]
-
-    return of
+def of_one_rank(in_float32: list[Path]) -> Seen:  # noqa: F811
+    """OpenRLHF's trainer has a GPU of its own."""
+    return run(in_float32, 1, FRAMEWORKS if NUM_GPUS > 1 else ["verl", "prime_rl"])
 
 
 @pytest.mark.parametrize(
-    ("framework", "num_ranks", "pauses"),
-    [
-        ("verl", 1, "obey"),
-        ("prime_rl", 1, "absorb"),
-        pytest.param("openrlhf", 1, "obey", marks=needs(2)),
-        pytest.param("verl", 2, "obey", marks=needs(2)),
-        pytest.param("openrlhf", 2, "obey", marks=needs(3)),
-    ],
+    "framework", ["verl", "prime_rl", pytest.param("openrlhf", marks=needs(2))]
 )
 def test_a_frameworks_own_trainer_updates_an_engine_under_load(
     in_float32: list[Path],  # noqa: F811
-    fresh: Callable[[int], list[list[int]]],
+    of_one_rank: Seen,
     framework: str,
-    num_ranks: int,
-    pauses: str,
 ) -> None:
-    check(in_float32, framework, num_ranks, pauses, fresh(num_ranks))
+    check(of_one_rank, framework, in_float32)
+
+
+def test_tokens_after_an_update_are_those_of_a_fresh_engine(
+    start: Callable[..., Any],
+    in_float32: list[Path],  # noqa: F811
+    of_one_rank: Seen,
+) -> None:
+    llm = start(in_float32[1], dtype="float32", enforce_eager=False)
+    assert greedy(llm) == of_one_rank["of files"]
+
+
+@needs(2)
+def test_a_trainer_that_is_late_fails_alone(of_one_rank: Seen) -> None:
+    """It stands in a broadcast of NCCL meanwhile, which cannot be cancelled."""
+    check_late(of_one_rank)
+
+
+@needs(2)
+def test_trainers_update_two_ranks_under_load(
+    in_float32: list[Path],  # noqa: F811
+) -> None:
+    """With three GPUs OpenRLHF's group is one of NCCL beside that of the ranks."""
+    frameworks = ["openrlhf", "verl"] if NUM_GPUS > 2 else ["verl"]
+    seen = run(in_float32, 2, frameworks)
+    for framework in frameworks:
+        check(seen, framework, in_float32, num_ranks=2)
 
 
 @needs(2)

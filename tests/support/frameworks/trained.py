@@ -1,13 +1,13 @@
-"""An engine that a framework's own trainer updates while requests run.
+"""An engine that frameworks' own trainers update while requests run, in turn.
 
-Usage: python -m tests.support.frameworks.trained FRAMEWORK OLD NEW RANKS PAUSES
+Usage: python -m tests.support.frameworks.trained OLD NEW RANKS FRAMEWORK…
 
-Worker extension and sender are those of the package, unmodified, and the trainer is a
-process of its own. On GPUs OpenRLHF sends over NCCL from another GPU, and verl lends
-memory of the engine's own GPUs. PAUSES is a value of `--inflight-pauses`; with `absorb`
-each update is made in a pause, as prime-rl makes it. Both checkpoints are in float32.
+Worker extensions and senders are those of the packages, unmodified, and each trainer is
+a process of its own. On GPUs OpenRLHF sends over NCCL from another GPU, and verl lends
+memory of the engine's own GPUs. The engine absorbs pauses; prime-rl's trainer pauses
+around each update. Both checkpoints are in float32.
 
-Prints what was served as JSON.
+Prints what was served as JSON, by framework.
 """
 
 from __future__ import annotations
@@ -22,16 +22,22 @@ from typing import Any
 
 import torch
 
+from benchmarks.frameworks import extensions
+from benchmarks.frameworks.extensions import AND
 from benchmarks.frameworks.trainer import FILES, JOB, TrainerProcess, Version
 from tests.support.engines import oracle
 from tests.support.engines.probe import greedy, outputs_during
 from tests.support.engines.reference import Reference
 from tests.support.engines.script import OPTIONS, tell
+from tests.support.waiting import until
 from vllm.inflight.transport.waiting import in_background
 
 NUM_UPDATES = 7
-"""Of the requests that run; the last one brings NEW."""
-NUM_REPLAYED = 12
+"""While requests run; the last one brings NEW."""
+APART = 25
+"""Steps from one update to the next."""
+NUM_REPLAYED = 8
+IN_PAUSE = ("prime_rl",)
 DEADLINE_S, LATE_S = 8.0, 11.0
 """Of an update, and for how long a trainer that is late sends nothing."""
 NOISE = 0.03 if torch.cuda.is_available() else 2e-3
@@ -49,11 +55,11 @@ class Updates:
     def __init__(self, llm: Any, trainer: TrainerProcess, *, in_pause: bool) -> None:
         self._llm, self._trainer, self._in_pause = llm, trainer, in_pause
         self.steps = 0
-        step = llm.llm_engine.step
+        step = type(llm.llm_engine).step
 
         def counted() -> Any:
             self.steps += 1
-            return step()
+            return step(llm.llm_engine)
 
         llm.llm_engine.step = counted
         trainer.ready()
@@ -71,6 +77,11 @@ class Updates:
         info = self._llm.weight_info()
         told = {key: info[key] for key in ("weight_version", "epoch", "digest")}
         return told | {"steps": steps}
+
+    def wait_for_steps(self, count: int) -> None:
+        """Wait until the engine has taken so many more steps."""
+        end = self.steps + count
+        until(lambda: self.steps >= end)
 
     def _call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._llm.collective_rpc(method, args=args, kwargs=kwargs)
@@ -96,7 +107,9 @@ def under_load(
     def update_all() -> None:
         for number in range(NUM_UPDATES):
             kind = "old" if number % 2 else "new"
+            updates.wait_for_steps(APART)
             made.append(updates.send(folders[kind]) | {"of": kind})
+        updates.wait_for_steps(APART)
 
     sampling = (
         SamplingParams(
@@ -135,38 +148,48 @@ def replayed(
     return mismatches(chosen, reference, "old", NOISE, versions | {"start": "old"})
 
 
-def main(framework: str, old: Path, new: Path, num_ranks: int, pauses: str) -> None:
-    from vllm import LLM
-
-    folders = {"old": old, "new": new}
-    inflight = {"pauses": pauses, "update_deadline_s": DEADLINE_S}
-    own: dict[str, Any] = {
-        "dtype": "float32",
-        "enforce_eager": not torch.cuda.is_available(),
-        "tensor_parallel_size": num_ranks,
-        "worker_extension_cls": f"benchmarks.frameworks.extensions.{framework}",
-        "additional_config": {"inflight": inflight},
-    }
+def updated_by(
+    framework: str, llm: Any, folders: dict[str, Path], num_ranks: int
+) -> dict[str, Any]:
+    """What is served while and after a framework's trainer updates the engine."""
+    old, new = folders["old"], folders["new"]
+    llm.update_weights_from_disk(str(old), "start")
     with trainer_of(framework, num_ranks) as trainer:
-        llm: Any = LLM(str(old), **(OPTIONS | own))
-        updates = Updates(llm, trainer, in_pause=pauses == "absorb")
-        seen: dict[str, Any] = {"before": greedy(llm)}
-        llm.update_weights_from_disk(str(new), "files")
-        seen["digest of files"] = llm.weight_info()["digest"]
-        llm.update_weights_from_disk(str(old), "start")
-        outputs, seen["updates"] = under_load(llm, updates, folders)
-        seen["after"] = greedy(llm)
+        updates = Updates(llm, trainer, in_pause=framework in IN_PAUSE)
+        outputs, made = under_load(llm, updates, folders)
+        seen = {"updates": made, "after": greedy(llm)}
         seen["not of files"] = llm.collective_rpc(oracle.differing_on, args=(str(new),))
         spans = [len(o.outputs[0].weight_versions) for o in outputs]
-        seen["spanning"] = sum(number > 1 for number in spans)
+        seen["borders"] = sum(spans) - len(spans)
         llm.rollback_weights()
         seen["rolled back"] = greedy(llm)
         if framework == "openrlhf":
             seen["late"] = late(llm, updates, new)
-            seen["after late"] = updates.send(new)
-            seen["said after late"] = greedy(llm)
-        seen["mismatches"] = replayed(outputs, seen["updates"], folders)
-        tell(seen)
+            updates.send(new)
+            seen["after late"] = greedy(llm)
+        seen["mismatches"] = replayed(outputs, made, folders)
+    return seen
+
+
+def main(old: Path, new: Path, num_ranks: int, frameworks: list[str]) -> None:
+    from vllm import LLM
+
+    inflight = {"pauses": "absorb", "update_deadline_s": DEADLINE_S}
+    own: dict[str, Any] = {
+        "dtype": "float32",
+        "enforce_eager": not torch.cuda.is_available(),
+        "tensor_parallel_size": num_ranks,
+        "worker_extension_cls": f"{extensions.__name__}.{AND.join(frameworks)}",
+        "additional_config": {"inflight": inflight},
+    }
+    llm: Any = LLM(str(old), **(OPTIONS | own))
+    seen: dict[str, Any] = {"before": greedy(llm)}
+    llm.update_weights_from_disk(str(new), "files")
+    seen |= {"of files": greedy(llm), "digest": llm.weight_info()["digest"]}
+    folders = {"old": old, "new": new}
+    for framework in frameworks:
+        seen[framework] = updated_by(framework, llm, folders, num_ranks)
+    tell(seen)
 
 
 if __name__ == "__main__":
@@ -174,6 +197,6 @@ if __name__ == "__main__":
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     os.environ[JOB] = str(os.getpid())
-    framework, old, new, ranks, pauses = sys.argv[1:]
+    old, new, ranks, *frameworks = sys.argv[1:]
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join("01"[: int(ranks)])
-    main(framework, Path(old), Path(new), int(ranks), pauses)
+    main(Path(old), Path(new), int(ranks), frameworks)
