@@ -10,6 +10,7 @@ from tests.robustness.pauses.rows import MODELS
 from tests.robustness.pauses.subjects import Subject
 from tests.robustness.pauses.test_oracle import (  # noqa: F401 (tests, run here on a GPU)
     DEVICES,
+    correct,
     test_a_layer_that_stayed_behind_is_found,
     test_a_stamp_of_another_version_is_found,
     test_kv_of_another_version_is_found,

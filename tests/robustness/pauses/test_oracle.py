@@ -1,6 +1,8 @@
 """The checks of the cells find what they are there for, at the noise of each model."""
 
+from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ pytestmark = pytest.mark.engine
 NUM_TOKENS = 480
 """Of a request. On a busy machine 160 may end before the commit comes."""
 LAYER = ("model.layers.1.*",)
+Correct = Callable[[str], list[Stream]]
 DEVICES = {"cpu": "inflight_gloo", "cuda": "inflight_ipc"}
 
 
@@ -50,6 +53,22 @@ def streams(subject: Subject, folder: Path, mode: str) -> list[Stream]:
     return found
 
 
+@pytest.fixture(scope="module")
+def correct(judged: Subject) -> Correct:
+    """`correct(mode)`: streams through a correct commit, made once for all tests.
+
+    Each call copies what the clients have, for the test to change.
+    """
+    made: dict[str, list[Stream]] = {}
+
+    def of(mode: str) -> list[Stream]:
+        if mode not in made:
+            made[mode] = streams(judged, judged.folders[NEW], mode)
+        return [replace(s, choices=deepcopy(s.choices)) for s in made[mode]]
+
+    return of
+
+
 def wrong(subject: Subject, sent: list[Stream], mode: str) -> list[str]:
     return [
         complaint
@@ -63,22 +82,23 @@ def wrong(subject: Subject, sent: list[Stream], mode: str) -> list[str]:
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_the_oracle_finds_no_fault_in_correct_streams(
-    judged: Subject, mode: str
+    judged: Subject, correct: Correct, mode: str
 ) -> None:
-    sent = streams(judged, judged.folders[NEW], mode)
+    sent = correct(mode)
     assert wrong(judged, sent, mode) == []
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_a_stamp_of_another_version_is_found(judged: Subject, mode: str) -> None:
-    sent = streams(judged, judged.folders[NEW], mode)
+def test_a_stamp_of_another_version_is_found(
+    judged: Subject, correct: Correct, mode: str
+) -> None:
     # One token of 33 of another version passes for its own where fp8 is allowed for,
     # and one of 96 where int8 is. Which token is stamped wrong, the commit decides.
     may_miss = 1 if judged.replay.noise in (FP8, INT8) else 0
     for shift in (-1, 1):
-        stamped = deepcopy([stream.choices[0] for stream in sent])
         missed = []
-        for stream, choice in zip(sent, stamped, strict=True):
+        for stream in correct(mode):
+            (choice,) = stream.choices
             choice.spans[0].end += shift
             choice.spans[1].start += shift
             choice.kv = []
@@ -89,17 +109,18 @@ def test_a_stamp_of_another_version_is_found(judged: Subject, mode: str) -> None
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_kv_of_another_version_is_found(judged: Subject, mode: str) -> None:
+def test_kv_of_another_version_is_found(
+    judged: Subject, correct: Correct, mode: str
+) -> None:
     """Tokens that a mode makes do not pass for those of the other mode."""
-    sent = streams(judged, judged.folders[NEW], mode)
     other = {"in_place": "retract", "retract": "in_place"}[mode]
-    for stream in sent:
+    for stream in correct(mode):
         stream.choices[0].kv = []
         assert len(wrong(judged, [stream], other)) > 5
 
 
-def test_one_changed_token_is_found(judged: Subject) -> None:
-    sent = streams(judged, judged.folders[NEW], "in_place")
+def test_one_changed_token_is_found(judged: Subject, correct: Correct) -> None:
+    sent = correct("in_place")
     for stream in sent:
         (choice,) = stream.choices
         at = len(choice.tokens) // 2

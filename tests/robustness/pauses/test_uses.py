@@ -16,6 +16,7 @@ from tests.robustness.pauses.live import Live, Stream
 from tests.robustness.pauses.scene import SETTLED_S, params_of, prompt_of
 from tests.robustness.pauses.subjects import NEW, OLD, Subject
 from tests.robustness.pauses.test_oracle import DEVICES, wrong
+from tests.support.preloaded_process import IS_ON_CPU
 from tests.support.waiting import until
 from vllm.inflight.calls import StartUpdate
 from vllm.inflight.errors import InflightError, OwnedByAnother, PauseConflict
@@ -25,6 +26,8 @@ pytestmark = pytest.mark.engine
 
 NUM_UPDATES = {"cpu": 20, "cuda": 200}
 NUM_RACES = {"cpu": 20, "cuda": 60}
+NUM_TOKENS = 640 if IS_ON_CPU else 1600
+"""Of a request through updates: a CPU has decoded 25 when the last one is served."""
 LABELS = (NEW, OLD)
 OWNER = "rollout"
 
@@ -51,7 +54,7 @@ def load(subject: Subject, label: str, **options: Any) -> Any:
     return subject.live.call("update_weights_from_disk", folder, label, **options)
 
 
-def begun(live: Live, how_many: int = 4, num_tokens: int = 1600) -> list[Stream]:
+def begun(live: Live, how_many: int = 4, num_tokens: int = NUM_TOKENS) -> list[Stream]:
     """Requests that run."""
     sent = []
     for number in range(how_many):
@@ -102,7 +105,7 @@ def test_updates_succeed_inside_pauses_of_another_owner(
         live.call("continue_generation", owner=OWNER)
         flow_again(sent)
     live.wait(every)
-    whole(every, 1600)
+    whole(every, NUM_TOKENS)
     num_changes = sum(len(s.choices[0].spans) - 1 for s in every)
     assert num_changes > len(labels) // 2, "the updates came between requests"
     assert wrong(subject, every, "in_place") == []
@@ -124,7 +127,7 @@ def test_decoding_goes_on_while_an_update_is_staged_that_began_in_the_pause(
     receiving.result(timeout=60)
     live.call("finish_weight_update", NEW, mode=mode)
     live.wait(sent)
-    whole(sent, 1600)
+    whole(sent, NUM_TOKENS)
     for stream in sent:
         assert [s.version for s in stream.choices[0].spans] == [OLD, NEW]
     assert wrong(subject, sent, mode) == []
@@ -159,7 +162,7 @@ def test_an_abort_that_races_with_a_flip_leaves_one_whole_version(
         flow_again(sent)
     print(outcomes)
     live.wait(every)
-    whole(every, 1600)
+    whole(every, NUM_TOKENS)
     assert wrong(subject, every, "in_place") == []
 
 
@@ -208,7 +211,7 @@ def test_decoding_goes_on_by_itself_when_the_lease_of_a_pause_runs_out(
     assert 3.5 < time.monotonic() - asked < 30
     assert not live.call("is_paused")
     live.wait(sent)
-    whole(sent, 1600)
+    whole(sent, NUM_TOKENS)
     assert wrong(subject, sent, mode) == []
 
 
@@ -254,6 +257,6 @@ def test_the_context_of_a_request_is_computed_anew_by_each_of_three_versions(
         live.call("continue_generation")
         flow_again(sent)
     live.wait(sent)
-    whole(sent, 1600)
+    whole(sent, NUM_TOKENS)
     assert {len(s.choices[0].spans) for s in sent} == {4}
     assert wrong(subject, sent, "retract") == []

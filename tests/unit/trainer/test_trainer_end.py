@@ -64,6 +64,11 @@ def waits_for(publisher):
     job = publisher._queue._current
     return "" if job is None else job.retry_budget.waits_for
 """
+SOON = """
+from vllm.inflight.trainer import publish_queue
+publish_queue.EXIT_S = 1.0
+"""
+"""For a script that does not have to wait the five seconds for what never comes."""
 STARTING_S = 60
 """For torch to be imported, on a machine that has other things to do."""
 LEAVING_S = publish_queue.EXIT_S + GIVE_UP_S + 20
@@ -156,11 +161,12 @@ def test_a_publish_not_served_soon_after_the_end_is_given_up_with_one_line(
     engine, trainer, path
 ):
     engine.held[path] = threading.Event()
-    begun = trainer('publisher.publish("late", block=False)')
+    begun = trainer(SOON + 'publisher.publish("late", block=False)')
     until(lambda: engine.bodies(path))
     code, lines = begun.ends()
     assert (code, len(lines)) == (0, 1), lines
     assert "'late' was given up" in lines[0] and "close()" in lines[0]
+    assert "it was not served within 1 s" in lines[0]
     assert engine.version["weight_version"] != "late" or path == FINISH
     assert engine.bodies(ABORT) != []
     engine.held[path].set()
@@ -168,7 +174,7 @@ def test_a_publish_not_served_soon_after_the_end_is_given_up_with_one_line(
 
 def test_a_publisher_whose_engine_is_gone_ends_with_one_line(engine, trainer):
     engine.faults[START] = ["drop"] * 1000
-    begun = trainer('publisher.publish("lost", block=False)')
+    begun = trainer(SOON + 'publisher.publish("lost", block=False)')
     until(lambda: engine.bodies(START))
     code, lines = begun.ends()
     assert (code, len(lines)) == (0, 1), lines
@@ -255,7 +261,7 @@ def test_closing_a_publisher_logs_what_it_waits_for(engine, logged):
 
 
 def test_a_blocking_publish_logs_what_it_waits_for(engine, logged):
-    engine.faults[START] = ["drop"] * 6
+    engine.faults[START] = ["drop"] * 4
     with publisher(engine) as to:
         to.publish("v")
     (line,) = set(logged)
