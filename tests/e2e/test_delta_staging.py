@@ -4,6 +4,7 @@ The CPU build packs the matrices of linear layers, and a packed element has no p
 the engines here are started without packing, as a GPU never packs.
 """
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from tests.support.engines.adapters import make_adapter
 from tests.support.engines.probe import greedy
 from tests.support.engines.script import run_script
 from tests.support.engines.unpacked import unpacked
+from tests.support.models.families import cpu_options
 from vllm.inflight.engine.update.live_version import LiveVersion
 from vllm.inflight.errors import (
     ChangeLogFull,
@@ -528,6 +530,8 @@ def test_a_tied_head_changes_with_its_embedding(start, checkpoint, tmp_path):
         ("pipeline", None),
         ("expert", "qwen3_moe"),
         pytest.param("expert", "mixtral", marks=pytest.mark.slow),
+        pytest.param("expert", "deepseek_v3", marks=pytest.mark.slow),
+        pytest.param("tensor", "deepseek_v2", marks=pytest.mark.slow),
         pytest.param("tensor", "mixtral", marks=pytest.mark.slow),
         pytest.param("pipeline", "mixtral", marks=pytest.mark.slow),
     ],
@@ -537,7 +541,8 @@ def test_two_ranks_serve_what_deltas_and_whole_versions_lead_to(
 ):
     bind = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     folder = old if family is None else checkpoint(0, family=family)
-    seen = run_script("delta_ranks", folder, parallel, "delta", env=bind)
+    options = json.dumps(cpu_options(family) if family else {})
+    seen = run_script("delta_ranks", folder, parallel, "delta", options, env=bind)
     wholes = seen["wholes"]
     assert seen["deltas"] == [[True, *whole] for whole in wholes[:-1]]
     assert seen["rolled back"] == wholes[-3]
@@ -593,6 +598,17 @@ def test_auto_serves_without_updates_where_the_loader_computes(
     with pytest.raises(StagingUnavailable, match="does not only copy"):
         llm.update_weights_from_disk(str(new), "new")
     assert greedy(llm)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [("int8", {}), (None, {"quantization": "fp8_per_channel"})]
+)
+def test_an_engine_with_quantised_layers_does_not_start_and_names_what_updates_them(
+    start, checkpoint, kind, options
+):
+    updates_them = r"is quantised, and --inflight-staging device or host updates"
+    with pytest.raises(ConfigError, match=updates_them):
+        delta_engine(start, checkpoint(0, kind), **options)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU packs nothing")

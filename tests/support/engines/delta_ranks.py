@@ -1,11 +1,13 @@
 """Deltas into two ranks, run as a script: prints what happened as JSON.
 
-Usage: python -m tests.support.engines.delta_ranks CHECKPOINT PARALLEL [STAGING]
+Usage: python -m tests.support.engines.delta_ranks CHECKPOINT PARALLEL \
+    [STAGING [OPTIONS]]
 
 PARALLEL is `tensor`, `pipeline` or `expert`: experts are shared out over the two ranks,
-and other layers are cut.
+and other layers are cut. OPTIONS of the engine are JSON.
 """
 
+import json
 import shutil
 import sys
 import tempfile
@@ -22,7 +24,9 @@ from tests.support.engines.script import tell
 NUM_STEPS = 4
 
 
-def main(folder: str, parallel: str, staging: str = "auto") -> None:
+def main(
+    folder: str, parallel: str, staging: str = "auto", options: str = "{}"
+) -> None:
     from vllm import LLM, SamplingParams
     from vllm.config.weight_transfer import WeightTransferConfig
 
@@ -39,6 +43,7 @@ def main(folder: str, parallel: str, staging: str = "auto") -> None:
         return LLM(
             model,
             **ranks,
+            **json.loads(options),
             max_model_len=512,
             block_size=32,
             max_num_seqs=8,

@@ -86,3 +86,17 @@ def test_derived_parameters_are_no_part_of_a_checkpoint():
     names = {key for key in live._parameters if mla.is_derived(live, key)}
     assert names == {"W_UV", "W_UK_T"}
     assert not mla.is_derived(torch.nn.Linear(1, 1), "W_UV")
+
+
+def test_halves_are_views_where_upstream_has_split_the_weight_and_not_copied_it():
+    live = Latent(torch.empty)
+    live.kv_b_proj.weight.copy_(version(0))
+    assert not mla.are_views(live)  # there are none yet
+    live.process_weights_after_loading(torch.float32)
+    assert mla.are_views(live)
+    live.kv_b_proj.weight.copy_(version(1))
+    assert live.shows(version(1))
+    live.W_UV.data = live.W_UV.data.clone()
+    assert not mla.are_views(live)
+    live.process_weights_after_loading(torch.float64)
+    assert not mla.are_views(live)

@@ -8,6 +8,8 @@ are, and no tensor has to come for them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from vllm.inflight import upstream
@@ -25,6 +27,35 @@ def is_derived(layer: torch.nn.Module, key: str) -> bool:
 def is_latent(layer: torch.nn.Module) -> bool:
     """Whether a layer is latent attention."""
     return isinstance(layer, upstream.MLAAttention)
+
+
+def are_views(layer: torch.nn.Module) -> bool:
+    """Whether the derived parameters of a layer are views of its weight.
+
+    Then they change with it, where it lies. So it is after upstream's first load, if
+    the weight is not quantised.
+    """
+    projection: Any = layer.kv_b_proj
+    weight: torch.Tensor | None = getattr(
+        getattr(projection, "base_layer", projection), "weight", None
+    )
+    if weight is None or not weight.is_contiguous():
+        return False
+    first, end = weight.data_ptr(), weight.data_ptr() + weight.nbytes
+    halves = (layer._parameters.get(key) for key in HALVES)
+    return all(
+        half is not None
+        and half.dtype == weight.dtype
+        and first <= half.data_ptr() <= end - _reach(half)
+        for half in halves
+    )
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Bytes from the first element of a tensor to the end of its last one."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * step for size, step in steps)
+    return (last + 1) * tensor.element_size()
 
 
 def derived_obstacle(layer: object) -> str | None:

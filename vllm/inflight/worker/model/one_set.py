@@ -21,9 +21,15 @@ def one_set_obstacle(
         return "the score of the classifier is computed from its head"
     for name, layer in layers(live):
         if quantized.is_processed(layer) or quantized.is_quantised(layer):
-            return f"layer {name} is quantised"
+            return (
+                f"layer {name} is quantised, and --inflight-staging device or host "
+                "updates quantised layers"
+            )
         if moe.is_packed(layer):
             return f"the experts of layer {name} are packed for the CPU build"
-        if any(mla.is_derived(layer, key) for key in layer._parameters):
-            return f"layer {name} multiplies with halves that are computed when loaded"
+        if mla.is_latent(layer) and not mla.are_views(layer):
+            return (
+                f"layer {name} multiplies with halves of its weight that have memory "
+                "of their own"
+            )
     return None

@@ -491,7 +491,8 @@ class ShadowModel:
 
     def derive(self) -> None:
         """Compute again what loading computes from other parameters."""
-        if self._has_latent:
+        # With one set of weights, what is computed shows the weights where they lie.
+        if self._has_latent and self.log is None:
             assert self.module is not None
             mla.derive(self.module, self.model_config.dtype)
 
