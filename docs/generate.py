@@ -22,6 +22,7 @@ from docs.gpu_runs import gpu_runs
 from docs.pause_plot import picture
 from docs.release_runs import releases
 from docs.tables import code, first_line, table
+from tests.support.frameworks.evidence import evidence_of
 from vllm.inflight import patch
 from vllm.inflight.api.server.flags import GROUP, add_flags
 from vllm.inflight.api.server.rollout_routes import ROLLOUT_ROUTES
@@ -122,10 +123,12 @@ def known_calls() -> str:
             code(f"{row.method}({', '.join(row.parameters)})"),
             row.role.value,
             _end_mark(row),
+            "; ".join(map(str, evidence_of(row))),
         ]
         for row in BUILT_IN
     )
-    return table(["framework", "worker call", "role", "marks and exceptions"], rows)
+    headings = ["framework", "worker call", "role", "marks and exceptions", "what ran"]
+    return table(headings, rows)
 
 
 def _end_mark(row: KnownCall) -> str:

@@ -27,6 +27,7 @@ ON_CPU = {
     "test_delta_codec": "unit/delta/test_device_codec.py",
     "test_dp_sources": "e2e/test_fed_engines.py",
     "test_files": "e2e/test_file_reader.py",
+    "test_frameworks": "e2e/test_framework_trainers.py",
     "test_ranks_asleep": "e2e/test_sleep.py",
     "test_scrubbed": "e2e/test_scrub.py",
     "test_soak": "robustness/soak/test_soak.py",

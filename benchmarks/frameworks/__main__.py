@@ -1,8 +1,8 @@
 """Frameworks' own updates while decoding, here and on plain vLLM, on GPUs.
 
-`python -m benchmarks.frameworks verl openrlhf`. Sender and worker extension are those
-of the framework's package (`make test-frameworks` installs them). verl has its weights
-on the engine's GPU, OpenRLHF on the next one. The first arm has vllm-inflight, and the
+`python -m benchmarks.frameworks verl openrlhf`. Transport and worker extension are the
+framework's own (`make test-frameworks` installs the packages). verl has its weights on
+the engine's GPU, OpenRLHF on the next one. The first arm has vllm-inflight, and the
 second is vLLM with the same files, without the plugin. Both make the same calls:
 
 - verl: one worker call, and nothing around it. (verl's trainer aborts all requests

@@ -1,7 +1,7 @@
 """One arm of the benchmark of frameworks' updates: an engine, and its trainer.
 
 `python -m benchmarks.frameworks` starts it as `python -m benchmarks.frameworks.arm NAME
-FOLDER FD`. Worker extension and sender are those of the framework's package.
+FOLDER FD`. Worker extension and transport are those of the framework's package.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The trainer of a framework, in a process of its own, with the framework's own sender.
+"""The trainer of a framework, in a process of its own, with the framework's transport.
 
 `python -m benchmarks.frameworks.trainer FRAMEWORK SOURCE NUM_RANKS HANDLE`, started by
 `TrainerProcess`. SOURCE is the folder of a model's shape, whose weights are drawn, or
-`files`: each order then names a checkpoint. The calls that a framework's trainer makes
-of its engines, through Ray, pass through a pipe here.
+`files`: each order then names a checkpoint. The group of OpenRLHF and the sender of
+verl are those of the package. The worker calls are made in the order in which the
+framework's trainer makes them, through a pipe in place of Ray.
 
 OpenRLHF's trainer broadcasts over NCCL from the GPU after the engine's. verl's has its
 weights on the engine's own GPUs, and lends a buffer on each by CUDA IPC.

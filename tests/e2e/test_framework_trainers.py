@@ -1,4 +1,4 @@
-"""Trainers of frameworks, with their packages' own senders and worker extensions.
+"""Trainers of frameworks, with their packages' own transports and worker extensions.
 
 The trainer is a process of its own. On the CPU build the store of OpenRLHF's group is
 in the place of NCCL, and verl sends through shared memory.

@@ -1,4 +1,4 @@
-"""Trainers of frameworks on GPUs, with their packages' own senders and extensions.
+"""Trainers of frameworks on GPUs, with their packages' own transports and extensions.
 
 OpenRLHF broadcasts over NCCL from a GPU of its own, verl lends a buffer on the engine's
 GPU by CUDA IPC, and prime-rl names a folder. The engines decode with CUDA graphs.

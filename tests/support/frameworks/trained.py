@@ -2,7 +2,7 @@
 
 Usage: python -m tests.support.frameworks.trained OLD NEW RANKS FRAMEWORK…
 
-Worker extensions and senders are those of the packages, unmodified, and each trainer is
+Worker extensions and transports are those of the packages, unmodified. Each trainer is
 a process of its own. On GPUs OpenRLHF sends over NCCL from another GPU, and verl lends
 memory of the engine's own GPUs. The engine absorbs pauses; prime-rl's trainer pauses
 around each update. Both checkpoints are in float32.

@@ -1,0 +1,92 @@
+"""What has run of each known call, for the table of the page on frameworks.
+
+A test compares this with the table of known calls, with the versions that the Makefile
+installs, and with the tests that exist.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm.inflight.frameworks.known_call import KnownCall
+
+RECORDING = "recording"
+"""A class of tests/support/frameworks makes the framework's call."""
+EXTENSION = "own extension"
+"""The package's own worker extension ran, unmodified."""
+BOTH_ENDS = "own transport and extension"
+"""The package's own code ran at both ends, unmodified, in two processes."""
+CPU, GPU = "CPU build", "H200"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One way in which a known call ran.
+
+    Attributes:
+        of: what of the framework ran.
+        where: the kind of machine.
+        test: the file of the test, below tests/.
+        version: of the framework; empty for a recording.
+
+    """
+
+    of: str
+    where: str
+    test: str
+    version: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.of}{self.version and f' of {self.version}'}, {self.where}"
+
+
+RECORDED = (Evidence(RECORDING, CPU, "e2e/test_adopted_recordings.py"),)
+OF_SWIFT = (Evidence(RECORDING, CPU, "e2e/test_adopted_swift.py"),)
+
+
+PACKAGES, TRAINERS = "e2e/test_framework_packages.py", "e2e/test_framework_trainers.py"
+
+
+def _package(version: str) -> Evidence:
+    return Evidence(EXTENSION, CPU, PACKAGES, version)
+
+
+def _both_ends(version: str, where: str = CPU, test: str = TRAINERS) -> Evidence:
+    return Evidence(BOTH_ENDS, where, test, version)
+
+
+OPENRLHF, VERL, SWIFT, CHECKPOINT_ENGINE = "0.11.2", "0.9.1", "4.6.0", "0.4.2"
+PRIME_RL = "August 2026"
+
+SEEN: dict[tuple[str, str, tuple[str, ...]], tuple[Evidence, ...]] = {
+    ("OpenRLHF", "update_weight", ()): (_both_ends(OPENRLHF),),
+    ("OpenRLHF", "update_weight_cuda_ipc", ()): (
+        Evidence(RECORDING, CPU, "e2e/test_adoption.py"),
+    ),
+    ("verl", "update_weights_from_ipc", ()): (
+        _both_ends(VERL),
+        _both_ends(VERL, GPU, "gpu/test_frameworks.py"),
+    ),
+    ("ms-swift", "update_weights_from_ipc", ()): (_package(SWIFT),),
+    ("ms-swift", "update_named_param", ()): OF_SWIFT,
+    ("ms-swift", "update_flattened_params", ()): OF_SWIFT,
+    ("ms-swift", "process_weights_after_loading", ()): OF_SWIFT,
+    ("checkpoint-engine", "update_weights_from_ipc", ()): (
+        _package(CHECKPOINT_ENGINE),
+    ),
+    ("prime-rl", "update_weights_from_path", ("weight_path",)): (
+        Evidence(EXTENSION, CPU, TRAINERS, PRIME_RL),
+    ),
+    ("prime-rl", "update_weights_from_path", ("weight_dir",)): RECORDED,
+}
+"""Framework, method and, where two rows share those, parameters → what ran. The other
+frameworks were recorded."""
+
+
+def evidence_of(row: KnownCall) -> tuple[Evidence, ...]:
+    """What has run of a known call."""
+    for parameters in (row.parameters, ()):
+        key = row.framework, row.method, parameters
+        if key in SEEN:
+            return SEEN[key]
+    return RECORDED
