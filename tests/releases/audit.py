@@ -141,14 +141,13 @@ def main(argv: list[str] | None = None) -> int:
             asked.folder = Path(room) / "unpacked"
         try:
             reference = Release(REFERENCE, wheel.folder_of(REFERENCE))
-            fits = [
-                audit(
-                    Release(name, asked.folder or wheel.folder_of(name)),
-                    reference,
-                    asked.verbose,
-                )
-                for name in asked.releases
-            ]
+            fits = []
+            for name in asked.releases:
+                release = reference  # read once, where it is one of them
+                if asked.folder or name != REFERENCE:
+                    folder = asked.folder or wheel.folder_of(name)
+                    release = Release(name, folder)
+                fits.append(audit(release, reference, asked.verbose))
         except wheel.NoWheelError as error:
             print(error, file=sys.stderr)
             return 2

@@ -11,6 +11,7 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from inspect import Parameter, Signature
 from typing import Any
 
@@ -205,9 +206,15 @@ def _problem_with_attribute(release: Release, record: Attribute) -> str | None:
     if not has_room(release, kind):
         return "its class has no room for attributes"
     for each in release.tree.line(kind):
-        if each.node is not None and _has_word(ast.unparse(each.node), record.name):
+        if each.node is not None and _has_word(_text(each.node), record.name):
             return f"{each.path} of upstream uses that name"
     return None
+
+
+@cache
+def _text(node: ast.AST) -> str:
+    """The code of a class, which several attributes are looked for in."""
+    return ast.unparse(node)
 
 
 def has_room(release: Release, kind: Definition) -> bool:
@@ -503,6 +510,7 @@ def _attributes_in(module: Module) -> Iterator[tuple[int, str]]:
                     yield node.lineno, str(given.value)
 
 
+@cache
 def made_by_ours(release: Release) -> set[str]:
     """The names that the files of this package define or assign."""
     return {name for module in release.modules() for name in _made_in(module)}

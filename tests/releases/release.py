@@ -59,7 +59,7 @@ class Release:
     @cached_property
     def words(self) -> set[str]:
         """All names in the files of the release, and all other words there."""
-        return {word for text in self._texts() for word in re.findall(r"\w+", text)}
+        return set().union(*(re.findall(r"\w+", text) for text in self._texts()))
 
     @cached_property
     def made(self) -> set[str]:
