@@ -471,8 +471,13 @@ def updates_go_on_in_host_memory(llm, old, new, fresh, weights, tmp_path) -> Non
 def test_the_way_back_is_lost_where_both_logs_find_no_room_and_the_reply_says_so(
     start, old, new, fresh
 ):
+    where_both_find_no_room(start, old, new, fresh)
+
+
+def where_both_find_no_room(start, old, new, fresh, **options) -> None:
+    """Updates that are aborted after they have taken the room of the way back."""
     tight = OVERFLOWING | {"delta_host_gib": 0.003}
-    llm = delta_engine(start, old, inflight=tight)
+    llm = delta_engine(start, old, inflight=tight, **options)
     for _ in range(2):
         llm.update_weights_from_disk(str(new), "new")
         assert llm.weight_info()["previous"] is not None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests.e2e.test_delta_staging import (  # noqa: F401 (one is a fixture)
@@ -26,6 +27,7 @@ from tests.support.models.families import (
     UNPROVED,
     WANT_TORCHVISION,
     cpu_options,
+    gpu_options,
 )
 from vllm.inflight.errors import ConfigError
 from vllm.inflight.trainer import Publisher
@@ -82,7 +84,7 @@ def test_a_family_equals_a_fresh_engine_or_is_refused_by_name(
 ) -> None:
     if family in WANT_TORCHVISION and find_spec("torchvision") is None:
         pytest.skip("torchvision is not installed")
-    options = cpu_options(family)
+    options = (gpu_options if torch.cuda.is_available() else cpu_options)(family)
     old, new = (checkpoint(seed, family=family) for seed in (0, 1))
     inflight = {"staging": "delta", "delta_gib": 0.05}
     try:
