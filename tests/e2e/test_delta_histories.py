@@ -4,7 +4,7 @@ The model is a dictionary of tensors for each version. After every move the engi
 to serve just what the model says.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from random import Random
@@ -17,7 +17,7 @@ from vllm.config.weight_transfer import WeightTransferConfig
 
 from tests.support.deltas import delta_between, stepped
 from tests.support.engines.probe import greedy
-from tests.support.engines.unpacked import unpacked
+from tests.support.engines.unpacked import CAN_UNPACK_EXPERTS, unpacked
 from tests.support.models.families import cpu_options
 from vllm.inflight import ops
 from vllm.inflight.errors import InflightError
@@ -67,6 +67,7 @@ class History:
         seed: decides about all moves.
         may_sleep: whether the engine can.
         has_log: whether it keeps the way back beside an update that it logs.
+        without: moves that do not come.
 
     """
 
@@ -79,10 +80,12 @@ class History:
         *,
         may_sleep: bool,
         has_log: bool,
+        without: Collection[str] = (),
     ) -> None:
         self._llm, self._folder, self._random = llm, folder, Random(seed)
         self._has_log = has_log
-        self._moves = {m: n for m, n in MOVES.items() if may_sleep or m != "sleep"}
+        left_out = {*without, *([] if may_sleep else ["sleep"])}
+        self._moves = {m: n for m, n in MOVES.items() if m not in left_out}
         self.served, self._before = dict(weights), None
         """What the engine has to serve, and may be rolled back to."""
         self._next = dict(weights)
@@ -319,3 +322,42 @@ def test_families_have_histories_too(
     llm, folder = made(family=family, enforce_eager=is_eager)
     can = {"may_sleep": False, "has_log": not may_sleep}
     played(llm, History(llm, weights_of(folder), tmp_path, 5, **can), LENGTH)
+
+
+SHARED_OUT = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "seed"),
+    [
+        (None, {"tensor_parallel_size": 2}, 0),
+        pytest.param("qwen3_moe", SHARED_OUT, 1, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", SHARED_OUT, 2, marks=pytest.mark.slow),
+    ],
+    ids=["dense", "experts", "latent attention"],
+)
+def test_a_history_of_two_ranks_with_delta_staging(
+    start: Callable[..., Any],
+    checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str | None,
+    ranks: dict[str, Any],
+    seed: int,
+) -> None:
+    if family is not None and not CAN_UNPACK_EXPERTS:
+        pytest.skip("experts are packed")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    folder = checkpoint(0, **({} if family is None else {"family": family}))
+    llm = start(
+        folder,
+        weight_transfer_config=WeightTransferConfig(backend="local"),
+        additional_config=STAGING,
+        worker_extension_cls="tests.support.engines.unpacked_ranks.Unpacked",
+        **({} if family is None else cpu_options(family)),
+        **ranks,
+    )
+    # A layer of experts is one parameter of all of them, so none comes alone.
+    without = () if family is None else ("subset",)
+    can = {"may_sleep": False, "has_log": True, "without": without}
+    played(llm, History(llm, weights_of(folder), tmp_path, seed, **can), LENGTH)

@@ -3,10 +3,8 @@
 The tests of test_rollback_target.py, but for those of the memory of a second set.
 """
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import EngineArgs
@@ -26,8 +24,7 @@ from tests.e2e.test_rollback_target import (  # noqa: F401 (tests, run here with
     test_an_aborted_update_without_data_keeps_the_rollback_target,
     test_an_update_finished_without_data_keeps_the_rollback_target,
 )
-from tests.support.engines.bare_core import call
-from vllm.inflight.transport.files.receiver_engine import LocalEngine
+from tests.support.engines.standing_receive import standing
 
 pytestmark = pytest.mark.engine
 
@@ -45,32 +42,18 @@ def booted(folders: dict[str, Path]) -> Iterator[EngineCore]:
 
 
 def test_a_flip_while_an_update_is_compared_with_the_live_weights_ends_it(
-    served_new: EngineCore,  # noqa: F811
+    served_new: EngineCore,  # noqa: F811 (the fixture)
     folders: dict[str, Path],
     old_says: dict[str, list[int]],  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The engine core makes none; the rank would find it all the same."""
     core, before = served_new, said(served_new)
-    receive = LocalEngine.receive_weights
-    received, stands = threading.Event(), threading.Event()
-
-    def receive_and_stand(self: LocalEngine, info: Any) -> None:
-        receive(self, info)
-        received.set()
-        assert stands.wait(30)
-
-    monkeypatch.setattr(LocalEngine, "receive_weights", receive_and_stand)
-    call(core, "start", transport="local")
-    core.inflight("receive", {"update_info": {"path": str(folders["old"])}})
-    assert received.wait(30)
-    for _ in range(2):  # there and back
-        core.vllm_inflight.ranks.flip()
-    stands.set()
+    with standing(core, folders["old"]):
+        for _ in range(2):  # there and back
+            core.vllm_inflight.ranks.flip()
     answer = core.inflight("prepare", {}).result(timeout=30)
     assert answer["error"]["code"] == "engine_fault"
     assert "has written into the live weights" in answer["error"]["message"]
     assert previous(core) == "old"
-    monkeypatch.undo()
     assert said(core) == before
     goes_back(core, old_says)

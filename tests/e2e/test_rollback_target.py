@@ -17,8 +17,8 @@ from vllm.v1.engine.core import EngineCore
 
 from tests.support.engines.bare_core import call, publish, stage
 from tests.support.engines.core_door import Door, said
+from tests.support.engines.standing_receive import standing
 from tests.support.waiting import until
-from vllm.inflight.transport.files.receiver_engine import LocalEngine
 from vllm.inflight.worker.staging.worker import StagingWorker
 
 pytestmark = pytest.mark.engine
@@ -213,22 +213,12 @@ def test_a_rank_does_not_write_for_an_aborted_update(
 
 
 def test_a_flip_is_rejected_while_an_update_writes_the_shadow_weights(
-    served_new: EngineCore, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    served_new: EngineCore, folders: dict[str, Path]
 ) -> None:
-    receive = LocalEngine.receive_weights
-    received, stands = threading.Event(), threading.Event()
-
-    def receive_and_stand(self: LocalEngine, info: Any) -> None:
-        receive(self, info)
-        received.set()
-        assert stands.wait(30)
-
-    monkeypatch.setattr(LocalEngine, "receive_weights", receive_and_stand)
-    call(served_new, "start", transport="local")
-    served_new.inflight("receive", {"update_info": {"path": str(folders["old"])}})
-    assert received.wait(30)
-    with pytest.raises(Exception, match="nothing is staged on this rank"):
+    with (
+        standing(served_new, folders["old"]),
+        pytest.raises(Exception, match="nothing is staged on this rank"),
+    ):
         served_new.vllm_inflight.ranks.flip()
-    stands.set()
     call(served_new, "abort")
     assert previous(served_new) is None

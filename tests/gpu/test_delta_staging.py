@@ -22,6 +22,7 @@ from tests.e2e.test_delta_staging import (  # noqa: F401 (tests, run here on a G
     test_a_chain_of_deltas_equals_whole_versions,
     test_a_delta_from_another_version_is_rejected_at_once,
     test_a_delta_that_does_not_fit_what_is_served_is_followed_by_the_whole,
+    test_a_delta_whose_proof_fails_keeps_the_way_back,
     test_a_flipped_bit_changes_nothing,
     test_a_lost_end_changes_nothing,
     test_a_lost_part_changes_nothing,
@@ -32,6 +33,7 @@ from tests.e2e.test_delta_staging import (  # noqa: F401 (tests, run here on a G
     test_an_aborted_update_changes_nothing,
     test_an_element_that_others_wrote_while_it_was_staged_stops_the_commit,
     test_an_update_that_ends_before_it_is_staged_keeps_the_way_back,
+    test_an_update_that_is_staged_and_not_committed_keeps_the_way_back,
     test_nan_is_rejected_and_changes_nothing,
     test_one_tensor_of_a_fused_parameter_may_change_alone,
     test_only_what_differs_from_the_live_weights_enters_the_log,
@@ -43,6 +45,7 @@ from tests.e2e.test_delta_staging import (  # noqa: F401 (tests, run here on a G
     tokens,
     updates_go_on_in_host_memory,
     weights,
+    where_both_find_no_room,
     worker_of,
 )
 from tests.e2e.test_delta_staging_families import (
@@ -65,8 +68,11 @@ pytestmark = [
 ]
 
 
-FAMILIES = ("llama", "gemma3", "gpt2", "phi3", "mixtral", "qwen3_moe", "falcon_h1")
-"""The last one is refused: its loader computes."""
+FAMILIES = (
+    *("llama", "gemma3", "gpt2", "phi3", "mixtral", "qwen3_moe"),
+    *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "falcon_h1"),
+)
+"""Three have latent attention. The last one is refused: its loader computes."""
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +145,12 @@ def test_an_update_larger_than_the_log_goes_on_in_host_memory(
     updates_go_on_in_host_memory(llm, old, new, fresh, weights, tmp_path)
 
 
+def test_the_way_back_is_lost_where_both_logs_find_no_room_and_the_reply_says_so(
+    start, old, new, fresh
+) -> None:
+    where_both_find_no_room(start, old, new, fresh, enforce_eager=False)
+
+
 def test_a_small_log_takes_small_changes_alone(start, old, new) -> None:
     llm = delta_engine(start, old, inflight={"staging": "delta"}, enforce_eager=False)
     before = tokens(llm)
@@ -161,9 +173,7 @@ def test_a_small_log_takes_small_changes_alone(start, old, new) -> None:
     assert llm.verify_weights()["result"] == "equal"
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "gemma3", "gpt2", "phi3", "mixtral", "qwen3_moe", "falcon_h1"]
-)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_equals_a_fresh_engine_or_is_refused(
     start, checkpoint, family
 ) -> None:

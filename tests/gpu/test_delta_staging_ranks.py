@@ -19,6 +19,7 @@ from tests.e2e.test_deltas import (  # noqa: F401 (tests, run here on two GPUs)
     weights,
 )
 from tests.support.gpu.ranked import start  # noqa: F401 (a fixture)
+from tests.support.models.families import gpu_options
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,11 +27,26 @@ pytestmark = [
 ]
 
 
-SHAPE = {"hidden": 256}
-"""Each rank has a KV head of its own."""
+ENGINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "heads of their own": ({"hidden": 256}, {}),
+    "experts shared out": ({"family": "qwen3_moe"}, {"enable_expert_parallel": True}),
+    "latent attention": ({"family": "deepseek_v2"}, gpu_options("deepseek_v2")),
+}
+"""Shapes of models, and options of engines."""
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> Any:
+    return ENGINES[request.param]
 
 
 @pytest.fixture(scope="module")
-def llm(start: Callable[..., Any], old: Path) -> Any:  # noqa: F811 (the fixture)
-    inflight = {"staging": "delta", "delta_gib": 0.05}
-    return delta_engine(start, old, enforce_eager=False, inflight=inflight)
+def shape(engine: Any) -> dict[str, Any]:
+    of_model: dict[str, Any] = engine[0]
+    return of_model
+
+
+@pytest.fixture(scope="module")
+def llm(start: Callable[..., Any], old: Path, engine: Any) -> Any:  # noqa: F811 (the fixture)
+    inflight = {"staging": "delta", "delta_gib": 0.2}
+    return delta_engine(start, old, enforce_eager=False, inflight=inflight, **engine[1])

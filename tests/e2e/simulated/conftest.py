@@ -17,6 +17,12 @@ from vllm.v1.engine.core import EngineCore
 from tests.support.models.tiny import make_checkpoint
 from tests.support.simulated.core import Loop, emptied, simulated_core
 from tests.support.simulated.doors import Failing
+from tests.support.simulated.dp_engines import (  # noqa: F401 (fixtures)
+    both,
+    engines,
+    inflight,
+    mixture,
+)
 from tests.support.simulated.worker import SimulatedExecutor
 
 

@@ -5,44 +5,23 @@ them by itself, and they meet to stop.
 """
 
 import asyncio
-from collections.abc import Iterator
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.simulated.test_dp_pauses import later, states
-from tests.support.simulated.dp_engines import NUM_ENGINES, Together, together
+from tests.support.simulated.dp_engines import NUM_ENGINES, Together
 from tests.support.waiting import until
 from vllm.inflight.api.control.control import Control
 from vllm.inflight.engine.pause.absorption import Need
 
 pytestmark = pytest.mark.engine
 
-ABSORB = {"pauses": "absorb"}
-
 
 @pytest.fixture(scope="module")
-def engines(model: Path) -> Iterator[dict[str, Together]]:
-    """Those that step together, and those that step alone."""
-    with (
-        together(model, inflight=ABSORB) as mixture,
-        together(model, is_dense=True, inflight=ABSORB) as dense,
-    ):
-        yield {"mixture": mixture, "dense": dense}
-
-
-@pytest.fixture(params=["mixture", "dense"])
-def both(engines: dict[str, Together], request: pytest.FixtureRequest) -> Together:
-    engines[request.param].start_over()
-    return engines[request.param]
-
-
-@pytest.fixture
-def mixture(engines: dict[str, Together]) -> Together:
-    engines["mixture"].start_over()
-    return engines["mixture"]
+def inflight() -> dict[str, Any]:
+    return {"pauses": "absorb"}
 
 
 def pause(both: Together, mode: str) -> None:

@@ -6,16 +6,14 @@ of a dense model do both alone.
 
 import asyncio
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm.v1.engine import EngineCoreRequestType
 
 from tests.support.engines.bare_core import add, prompt
-from tests.support.simulated.dp_engines import NUM_ENGINES, Together, together
+from tests.support.simulated.dp_engines import NUM_ENGINES, Together
 from tests.support.waiting import until
 from vllm.inflight.api.control.control import Control
 from vllm.inflight.engine.pause import lease
@@ -32,25 +30,6 @@ SHORT_S = 1.5
 """A lease that is renewed in time on a busy machine too."""
 NUM_TOKENS = 40
 """Of a request that comes during a pause, as bare_core.py has it."""
-
-
-@pytest.fixture(scope="module")
-def engines(model: Path) -> Iterator[dict[str, Together]]:
-    """Those that step together, and those that step alone."""
-    with together(model) as mixture, together(model, is_dense=True) as dense:
-        yield {"mixture": mixture, "dense": dense}
-
-
-@pytest.fixture(params=["mixture", "dense"])
-def both(engines: dict[str, Together], request: pytest.FixtureRequest) -> Together:
-    engines[request.param].start_over()
-    return engines[request.param]
-
-
-@pytest.fixture
-def mixture(engines: dict[str, Together]) -> Together:
-    engines["mixture"].start_over()
-    return engines["mixture"]
 
 
 def pause(both: Together, mode: str, lease_s: float, owner: str = OWNER) -> list[Any]:

@@ -8,7 +8,7 @@ import pytest
 from vllm.v1.engine.core import EngineCore
 
 from tests.support.engines.bare_core import call
-from tests.support.simulated.doors import Door, cancelled_and_over, served
+from tests.support.simulated.doors import Door, Slow, served
 from tests.support.simulated.worker import SimulatedExecutor
 from vllm.inflight.api.control.control import Control
 from vllm.inflight.api.control.core_client import run_sync
@@ -250,22 +250,5 @@ def test_a_call_that_opens_nothing_needs_an_open_update(core: EngineCore) -> Non
 def test_a_cancelled_update_of_two_engines_does_not_stay_active(
     cores: list[Any], name: str
 ) -> None:
-    class Slow(Door):
-        """Whoever waits for an answer is cancelled before it is there."""
-
-        async def call(self, asked: Call) -> list[Any]:
-            answers = await super().call(asked)
-            if asked.name == name:
-                updating.cancel()
-                for _ in range(9):
-                    await asyncio.sleep(0)
-            return answers
-
-    async def cancelled() -> None:
-        nonlocal updating
-        updating = asyncio.create_task(update(Control(Slow(cores))))
-        await cancelled_and_over(updating)
-
-    updating: asyncio.Task[Any]
-    asyncio.run(cancelled())
+    Slow(cores, name).cancel(update)
     assert [active(core) for core in cores] == [None, None]

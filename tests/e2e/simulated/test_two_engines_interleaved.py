@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.engines.bare_core import Streams, add, call, prompt
 from tests.support.simulated.core import Loop
-from tests.support.simulated.doors import Door, cancelled_and_over, publish, served
+from tests.support.simulated.doors import Door, Slow, publish, served
 from vllm.inflight.api.control.control import Control
 from vllm.inflight.api.control.restore import restore
 from vllm.inflight.calls import (
@@ -79,28 +79,11 @@ def test_no_update_starts_while_one_of_two_engines_has_yet_to_roll_back(
 def test_a_one_call_update_cancelled_at_its_start_stays_active_on_no_engine(
     cores: list[Any], name: str
 ) -> None:
-    class Slow(Door):
-        """Whoever waits for an answer is cancelled before it is there."""
-
-        async def call(self, asked: Call) -> list[Any]:
-            answers = await super().call(asked)
-            if asked.name == name:
-                updating.cancel()
-                for _ in range(9):
-                    await asyncio.sleep(0)
-            return answers
-
-    async def update() -> None:
-        async with Control(Slow(cores)).in_one_call(StartUpdate(transport="local")):
+    async def update(control: Control) -> None:
+        async with control.in_one_call(StartUpdate(transport="local")):
             raise AssertionError("it has not begun")
 
-    async def cancelled() -> None:
-        nonlocal updating
-        updating = asyncio.create_task(update())
-        await cancelled_and_over(updating)
-
-    updating: asyncio.Task[Any]
-    asyncio.run(cancelled())
+    Slow(cores, name).cancel(update)
     assert [call(core, "status")["active"] for core in cores] == [None, None]
 
 

@@ -8,6 +8,7 @@ that vLLM starts load this as a plugin of theirs (see `plugin`).
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import wraps
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from vllm.inflight import ops
 
 ENV = "TESTS_INJECTION"
 NUM_TENSORS = 25
@@ -158,6 +161,7 @@ def install(put: Callable[[Any, str, Any], None] = setattr) -> None:
     """
     from vllm.inflight.engine.pause.pause import Pauses
     from vllm.inflight.engine.update import live_version, monitor, ranks
+    from vllm.inflight.worker.delta.writer import DeltaWriter
     from vllm.inflight.worker.staging.loader import UpdateLoader
     from vllm.inflight.worker.staging.thread import StagingThread
     from vllm.inflight.worker.staging.worker import StagingWorker
@@ -194,11 +198,17 @@ def install(put: Callable[[Any, str, Any], None] = setattr) -> None:
     def of_worker(worker: Any) -> set[str]:
         return _names(worker.vllm_config, worker.rank)
 
+    def of_thread(*_: Any) -> set[str]:
+        job: Any = threading.current_thread()
+        return of_worker(job._worker)
+
     def of_served(it: Any, *_: Any) -> set[str]:
         return _names(it._core.vllm_config, None)
 
     at(StagingThread, "_start", "begin", of_job)
     at(StagingThread, "_prepare", "verify", of_job)
+    at(DeltaWriter, "_write", "decode", of_thread)
+    at(DeltaWriter, "problems", "prove", of_thread)
     at(StagingWorker, "staged", "vote", of_stager)
     at(StagingWorker, "flip", "before the flip", of_stager)
     at(live_version.LiveVersion, "advance", "before the flip", of_served)
@@ -258,11 +268,42 @@ class _Tripwire:
         self._tensor.data = value
 
 
+class _Halved:
+    """The swap of a log on the host, with a pause in its middle."""
+
+    def __init__(self, swap: Any, places: set[str]) -> None:
+        self._swap, self._places = swap, places
+
+    def __call__(self) -> Any:
+        swap, num = self._swap, self._swap._num_rows
+        rows, half = swap._rows, num // 2
+        terms, total = ops.Digest.ZERO, 0
+        for first, end in ((0, half), (half, num)):
+            swap._rows, swap._num_rows = rows[7 * first : 7 * end], end - first
+            try:
+                found, total = swap()
+            finally:
+                swap._rows, swap._num_rows = rows, num
+            terms += found
+            if not first and half:
+                happen("inside the flip", self._places)
+        return terms, total
+
+
 def _around_flip(stager: Any, of_stager: Callable[[Any], set[str]]) -> None:
     flip = stager.flip
 
     def flipped(self: Any, to: str) -> float:
-        pairs = getattr(self._turned(to)[0], "_params", None)
+        chosen = self._turned(to)[0]
+        if (swap := getattr(chosen, "_swap", None)) is not None:
+            chosen._swap = _Halved(swap, of_stager(self))
+            try:
+                seconds = float(flip(self, to))
+            finally:
+                chosen._swap = swap
+            happen("after the flip", of_stager(self))
+            return seconds
+        pairs = getattr(chosen, "_params", None)
         if pairs is None:
             return float(flip(self, to))
         middle = len(pairs) // 2

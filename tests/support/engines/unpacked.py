@@ -6,8 +6,12 @@ from contextlib import contextmanager
 import vllm._custom_ops as custom_ops
 from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as of_moe
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExpertsModular
 
-from tests.support.engines import unpacked_experts
+CAN_UNPACK_EXPERTS = issubclass(CPUUnquantizedExperts, FusedMoEExpertsModular)
+"""Whether a kernel can be put in the place of upstream's. In older releases it chooses
+the experts, too, and experts stay packed."""
 
 
 def unpack() -> None:
@@ -18,16 +22,20 @@ def unpack() -> None:
     """
     custom_ops._supports_onednn = False
     utils.check_cpu_sgl_kernel = lambda *_: False
-    of_moe.select_unquantized_moe_backend = unpacked_experts.select
+    if CAN_UNPACK_EXPERTS:
+        from tests.support.engines.unpacked_experts import select
+
+        of_moe.select_unquantized_moe_backend = select
 
 
 @contextmanager
 def unpacked() -> Iterator[None]:
     """Context: layers of models that are loaded multiply with their own weights."""
     kept = custom_ops._supports_onednn, utils.check_cpu_sgl_kernel
+    select = of_moe.select_unquantized_moe_backend
     unpack()
     try:
         yield
     finally:
         custom_ops._supports_onednn, utils.check_cpu_sgl_kernel = kept
-        of_moe.select_unquantized_moe_backend = unpacked_experts.upstreams
+        of_moe.select_unquantized_moe_backend = select

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.fused_moe.oracle.unquantized import (
 )
 
 upstreams = of_moe.select_unquantized_moe_backend
+"""What chooses a kernel otherwise."""
 
 
 class PlainExperts(CPUUnquantizedExperts):

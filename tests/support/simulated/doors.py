@@ -1,6 +1,7 @@
 """Two engines behind one door, as data-parallel ones are."""
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any
 
@@ -36,6 +37,39 @@ class Door:
             core.inflight(asked.name, call_to_dict(asked)) for core in self._cores
         ]
         return [a.result(timeout=30) if isinstance(a, Future) else a for a in answers]
+
+
+class Slow(Door):
+    """The caller of an update is cancelled at one call, before its answer is there.
+
+    Args:
+        cores: of the engines.
+        name: of that call.
+
+    """
+
+    def __init__(self, cores: list[Any], name: str) -> None:
+        super().__init__(cores)
+        self._name = name
+        self._updating: asyncio.Task[Any] | None = None
+
+    async def call(self, asked: Call) -> list[Any]:
+        answers = await super().call(asked)
+        if asked.name == self._name:
+            assert self._updating is not None
+            self._updating.cancel()
+            for _ in range(9):
+                await asyncio.sleep(0)
+        return answers
+
+    def cancel(self, update: Callable[[Control], Coroutine[Any, Any, Any]]) -> None:
+        """Run an update until that call, and what goes on without its caller."""
+
+        async def cancelled() -> None:
+            self._updating = asyncio.create_task(update(Control(self)))
+            await cancelled_and_over(self._updating)
+
+        asyncio.run(cancelled())
 
 
 def publish(control: Control, weights: int, label: str) -> Any:

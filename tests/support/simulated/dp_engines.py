@@ -16,6 +16,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import pytest
 from vllm.distributed.utils import stateless_init_torch_distributed_process_group
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import (
@@ -281,3 +282,33 @@ def together(
         yield both
     finally:
         both.close()
+
+
+@pytest.fixture(scope="module")
+def inflight() -> dict[str, Any]:
+    """Fields of the configuration of a module's engines."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def engines(model: Path, inflight: dict[str, Any]) -> Iterator[dict[str, Together]]:
+    """Those that step together, and those that step alone."""
+    with (
+        together(model, inflight=inflight) as mixture,
+        together(model, is_dense=True, inflight=inflight) as dense,
+    ):
+        yield {"mixture": mixture, "dense": dense}
+
+
+@pytest.fixture(params=["mixture", "dense"])
+def both(engines: dict[str, Together], request: pytest.FixtureRequest) -> Together:
+    """The two engines of either kind, and nothing in them."""
+    engines[request.param].start_over()
+    return engines[request.param]
+
+
+@pytest.fixture
+def mixture(engines: dict[str, Together]) -> Together:
+    """The two engines that step together, and nothing in them."""
+    engines["mixture"].start_over()
+    return engines["mixture"]
