@@ -31,7 +31,7 @@ from tests.e2e.test_delta_staging import (  # noqa: F401 (tests, run here on a G
     test_a_version_without_one_tensor_is_rejected_and_changes_nothing,
     test_after_another_trainers_version_the_whole_one_is_sent,
     test_an_aborted_update_changes_nothing,
-    test_an_element_that_others_wrote_while_it_was_staged_stops_the_commit,
+    test_an_element_that_others_wrote_stops_the_commit_and_leaves_no_version,
     test_an_update_that_ends_before_it_is_staged_keeps_the_way_back,
     test_an_update_that_is_staged_and_not_committed_keeps_the_way_back,
     test_nan_is_rejected_and_changes_nothing,

@@ -26,6 +26,7 @@ from vllm.inflight.worker.model.drafter import ModelWithDrafter, share
 from vllm.inflight.worker.model.support import difference
 from vllm.inflight.worker.shadow.flip import flip_all
 from vllm.inflight.worker.shadow.parameters import mirror_parameters
+from vllm.inflight.worker.staging.extension import of_target
 
 MTP = "mtp."
 
@@ -219,3 +220,19 @@ def test_an_arena_that_cannot_flip_takes_the_others_back(arenas):
     assert sets.shows(0, 0)
     sets.stager.flip()
     assert sets.shows(1, 0)
+
+
+def test_an_adopted_call_sees_the_model_and_not_its_drafter():
+    """It may ask for the model's config, its class, or its parameters by name."""
+    target, draft, loaded = Model(torch.zeros), Model(torch.zeros), []
+    target.config = SimpleNamespace(hidden_size=8)
+    root = ModelWithDrafter(target, draft)
+    root.load_weights = lambda weights: loaded.extend(weights)
+    seen = of_target(root)
+    assert isinstance(seen, Model) and seen.config is target.config
+    names = dict(seen.named_parameters())
+    assert names.keys() == dict(target.named_parameters()).keys()
+    assert not any(name.startswith("draft.") for name in names)
+    seen.load_weights([("norm", 1)])
+    assert loaded == [("norm", 1)]
+    assert of_target(target) is target

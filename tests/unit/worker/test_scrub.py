@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from array import array
+from contextlib import suppress
 from typing import Any
 
 import hypothesis.strategies as st
@@ -20,6 +21,7 @@ from vllm.inflight.ops.reference import row_major
 from vllm.inflight.worker.integrity import scrub
 from vllm.inflight.worker.integrity.scrub import Reading, Scratch, Sums
 from vllm.inflight.worker.memory.arena import Arena
+from vllm.inflight.worker.staging.worker import Versions
 
 HOST = torch.device("cpu")
 
@@ -153,9 +155,43 @@ def test_a_flip_during_a_scrub_ends_the_scrub_without_a_result():
             sets.stage(version(seed).items())
             sets.stager.flip()
         sets.stager.scrub("begin")
-        sets.stager.flip()
+        sets.stager.flip("before")
         assert sets.stager.scrub("slice") is None
         assert sets.stager.scrub("result") is None
+
+
+def test_a_scrub_that_ends_while_a_version_is_staged_loses_neither(monkeypatch):
+    """Else the commit brings the old version back, under the label of the new one."""
+    replace = Versions._replace
+    with Arena.open(HOST, 1 << 26) as arena:
+        sets = Sets(arena, kind=Model, first=version(0))
+        sets.shadow.asks_loader = True
+        sets.stage(version(1).items())
+        sets.stager.flip()
+        del sets.stager.versions.served.marks["computed"]
+        stages = threading.Thread(target=lambda: sets.stage(version(2).items()))
+
+        def interrupted(self: Versions, **held: Any) -> Versions:
+            made = replace(self, **held)
+            if "served" in held:
+                stages.start()
+                stages.join(1.0)
+            return made
+
+        monkeypatch.setattr(Versions, "_replace", interrupted)
+        sets.stager.scrub("begin")
+        sets.stager.scrub("result")
+        stages.join()
+        assert "computed" in sets.stager.versions.served.marks
+        for _ in range(2):
+            with suppress(RuntimeError):  # the second time nothing is staged
+                sets.stager.flip()
+            expected = Model(torch.zeros)
+            expected.load_weights(version(2).items())
+            for name, param in expected.named_parameters():
+                assert torch.equal(sets.live.get_parameter(name), param), name
+        with pytest.raises(RuntimeError, match="nothing is staged"):
+            sets.stager.flip()
 
 
 def test_an_error_while_a_slice_is_read_is_no_difference(monkeypatch):
@@ -202,7 +238,7 @@ def test_the_scrub_after_one_that_a_flip_ended_reads_what_the_flip_left_live():
             sets.stage(InPlace(version(seed)))
             sets.stager.flip()
         sets.stager.scrub("begin")
-        sets.stager.flip()
+        sets.stager.flip("before")
         for expected in ([], ["computed", "whole"]):
             assert sets.stager.scrub("begin") == 1
             told = judged([sets.stager.scrub("result")])

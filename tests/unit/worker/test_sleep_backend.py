@@ -103,8 +103,8 @@ def test_a_sleep_drops_the_rollback_target(worker: Worker) -> None:
     worker.publish(1)
     worker.backend.suspend(1)
     worker.backend.resume()
-    with pytest.raises(RuntimeError, match="nothing is staged"):
-        worker.sets.stager.flip()
+    with pytest.raises(RuntimeError, match="nothing is left to return to"):
+        worker.sets.stager.flip("before")
     assert worker.serves(1) and worker.sets.stager.served is not None
 
 
@@ -137,8 +137,8 @@ def test_a_subset_copies_weights_overwritten_while_awake(worker: Worker) -> None
     stager, wire = worker.sets.stager, SimpleNamespace(acknowledge=lambda: None)
     state = WorkerState(stager=stager, tripwire=wire)
     overwritten(SimpleNamespace(vllm_inflight=state))
-    with pytest.raises(RuntimeError, match="nothing is staged"):
-        worker.sets.stager.flip()
+    with pytest.raises(RuntimeError, match="nothing is left to return to"):
+        worker.sets.stager.flip("before")
     assert worker.sets.stager.served is None
     norm = {"norm": version(4)["norm"]}
     worker.sets.stage(norm.items(), subset=["norm"])
@@ -186,7 +186,7 @@ def test_a_sleep_is_rejected_before_any_change_if_the_host_lacks_memory(
         with pytest.raises(RuntimeError, match="lacks memory"):
             call(1)
     assert worker.arena.phase == "paired" and worker.serves(1)
-    worker.sets.stager.flip()  # the way back is still there
+    worker.sets.stager.flip("before")
     assert worker.serves(0)
 
 

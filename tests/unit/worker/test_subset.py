@@ -6,6 +6,7 @@ that is two dictionaries.
 
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -75,7 +76,7 @@ def test_the_live_weights_are_always_those_that_were_committed(moves, is_reversi
         for seed, move in enumerate(moves, 1):
             if move == "rollback":
                 if before is not None:
-                    sets.stager.flip()
+                    sets.stager.flip("before")
                     served, before = before, served
                     known.reverse()
             else:
@@ -193,3 +194,16 @@ def test_layers_that_adapters_wrap_are_carried_like_others():
         assert sets.stage(norm.items(), ["norm"]) == 2
         sets.stager.flip()
         assert shows(sets.live, version(1) | norm)
+
+
+def test_an_undone_flip_leaves_what_frameworks_have_sent_as_it_was(sets):
+    """Else an incomplete version of theirs would count as usual."""
+    stager, told = sets.stager, []
+    for seed, param in enumerate(("norm", "embed.weight"), 1):
+        sets.stage(version(seed).items())
+        staged = replace(stager.versions.staged, sent=("verl", frozenset({param})))
+        stager.versions = stager.versions._replace(staged=staged)
+        stager.flip()
+        told.append(dict(stager.sent_by))
+    stager.flip("undo")
+    assert stager.sent_by == told[0] == {"verl": frozenset({"norm"})} != told[1]

@@ -73,9 +73,16 @@ def inflight_flip(
     if ranks is not None and rank_in_engine(self.parallel_config) not in ranks:
         return {"ok": 0.0}
 
+    from vllm.inflight.worker.shadow.swap import OtherBits
+
     def flip() -> float:
         state = WorkerState.of(self)
-        seconds = state.require_stager().flip(to)
+        try:
+            seconds = state.require_stager().flip(to)
+        except OtherBits:
+            if state.tripwire is not None:
+                state.tripwire.note()  # it is not known what else was written
+            raise
         if state.tripwire is not None:
             state.tripwire.changed()
         return seconds

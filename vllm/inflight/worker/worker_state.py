@@ -132,6 +132,9 @@ class WriteWatch(Protocol):
     def attach(self, board_path: str, num_ranks: int, is_eager: bool) -> None:
         """Open the status board."""
 
+    def note(self) -> None:
+        """Live weights are being written, or were."""
+
     def arm(self) -> None:
         """Take the reference, unless there is one."""
 

@@ -180,7 +180,7 @@ class DeltaWriter:
             self._num_bad, self._num_written = results[:, 2], results[:, 3]
         digests = self._served_digests + self._sums  # modulo 2**64
         is_wrong = (digests != self._announced).any(1)
-        is_wrong &= [places.has_all for places in self._places]
+        is_wrong &= np.array([each.has_all for each in self._places], dtype=bool)
         is_bad = (self._num_bad > 0) & (not self._allow_nonfinite)
         found: list[Problem] = []
         for number in np.flatnonzero(is_wrong | is_bad | (self._num_entries == 0)):

@@ -15,9 +15,7 @@ changes with them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
 from operator import is_
-from typing import Any
 
 import torch
 
@@ -75,9 +73,7 @@ class _Walked:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.by_name = {name: param for name, *_, param in parameters(model)}
-        self._held: list[dict[str, Any]] = []
-        for layer in model.modules():
-            self._held += layer._modules, layer._parameters
+        self._layers = list(model.modules())
         self._found = self._all()
 
     def is_current(self) -> bool:
@@ -86,7 +82,11 @@ class _Walked:
         return len(now) == len(self._found) and all(map(is_, now, self._found))
 
     def _all(self) -> list[object]:
-        return list(chain.from_iterable(map(dict.values, self._held)))
+        found: list[object] = []
+        for layer in self._layers:
+            found += layer._modules.values()
+            found += layer._parameters.values()
+        return found
 
 
 FILLED = ("layer_scalar",)

@@ -26,6 +26,13 @@ Found = tuple[ops.Digest, int]
 """What a swap has exchanged: the sum over the elements, and their number."""
 
 
+class OtherBits(RuntimeError):
+    """A swap met other bits than were staged, and was undone.
+
+    Something else has written into the live weights or into the log.
+    """
+
+
 class Swap:
     """Exchanges the elements of a log with those of the live parameters.
 
@@ -54,8 +61,8 @@ class Swap:
         """Exchange all elements, or none; returns the seconds it took.
 
         Raises:
-            RuntimeError: a parameter has moved, or other bits were exchanged than were
-                staged. Nothing has changed.
+            RuntimeError: a parameter has moved. Nothing has changed.
+            OtherBits: other bits were exchanged than were staged. The swap was undone.
             ArenaTorn: some elements are exchanged, and were not exchanged back.
 
         """
@@ -69,7 +76,7 @@ class Swap:
             back = self._exchanged()
             if back != (ops.Digest.ZERO - found, num):
                 raise ArenaTorn("a swap found other bits, and could not be undone")
-            raise RuntimeError(
+            raise OtherBits(
                 f"the swap met other bits than were staged ({num} elements of "
                 f"{self._num}, sum {found.hex()} for {expected.hex()}), and was "
                 "undone: something else has written into the live weights or the log"

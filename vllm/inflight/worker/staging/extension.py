@@ -33,6 +33,7 @@ from vllm.inflight.frameworks.table import known_calls, matched
 from vllm.inflight.transport.base import StagedEngine
 from vllm.inflight.transport.buckets.tensor_list import Pair
 from vllm.inflight.worker.integrity.outside_writes import SOURCE
+from vllm.inflight.worker.model.drafter import ModelWithDrafter
 from vllm.inflight.yielding import with_breaks
 
 _here = threading.local()
@@ -402,12 +403,20 @@ def stand_in(worker: upstream.WorkerBase, model: torch.nn.Module) -> Any:
     """
     runner = worker.model_runner
     absent = {name: _absent(name) for name in DRAFTERS}
-    own_runner = _like(runner, absent | {"model": _fixed(model)})
+    own_runner = _like(runner, absent | {"model": _fixed(of_target(model))})
     rows = matched(methods(worker))
     private: dict[str, Any] = {}
     names = {name for row in rows for name in row.private}
     apart = {name: _kept_in(private, name) for name in names}
     return _like(worker, apart | {"model_runner": _fixed(own_runner)})
+
+
+def of_target(model: torch.nn.Module) -> Any:
+    """The model without its drafter; what it loads goes through the loader of both."""
+    if not isinstance(model, ModelWithDrafter):
+        return model
+    loader = property(lambda self: model.load_weights)
+    return _like(model.target, {"load_weights": loader})
 
 
 def _like(owner: Any, properties: dict[str, Any]) -> Any:

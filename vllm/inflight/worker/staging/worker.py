@@ -107,7 +107,8 @@ class StagingWorker:
         self._undo: tuple[Flip, Versions] | None = None
         """What undoes the last flip, and the versions before it."""
         self._turn = threading.Lock()
-        """Of the thread that flips, and the one that begins to write."""
+        """Of the thread that flips, and the one that begins to write; whoever replaces
+        `versions` has it, too."""
         self._scrub: Scrub | None = None
         self._laying = threading.Lock()
         """Of the thread that works `_layout` out: one that stages, or that decodes."""
@@ -118,6 +119,8 @@ class StagingWorker:
         self._num_kept = 0
         self.sent_by: dict[str, frozenset[str]] = {}
         """Framework → the parameters that its last committed version has written."""
+        self._sent_before = dict(self.sent_by)
+        """The same before the last flip."""
         self._sent: Sent | None = None
         """The same of the version that is staged next."""
         self._catalogue: dict[str, Any] | None = None
@@ -328,7 +331,8 @@ class StagingWorker:
         if self.shadow.log is not None:
             self.shadow.log.clear()
         if served:
-            self.versions = self.versions._replace(served=Held())
+            with self._turn:
+                self.versions = self.versions._replace(served=Held())
             self._scrub = None
 
     def let_go(self) -> None:
@@ -462,6 +466,9 @@ class StagingWorker:
                 self.shadow.stale.clear()
                 self.shadow.changed.clear()
             self._scrub = None
+            if to == "undo":
+                self.sent_by = self._sent_before
+            self._sent_before = dict(self.sent_by)
             if is_commit and (sent := after.served.sent) is not None:
                 framework, params = sent
                 self.sent_by[framework] = params
@@ -476,10 +483,11 @@ class StagingWorker:
             if self._undo is None:
                 raise RuntimeError("nothing was flipped on this rank")
             return *self._undo, None
-        one = versions.staged if to == "next" else None
-        one = one or versions.before
+        # A commit never takes another version than the staged one.
+        one = versions.staged if to == "next" else versions.before
         if one is None or one.flip is None:
-            raise RuntimeError("nothing is staged on this rank")
+            what = "staged" if to == "next" else "left to return to"
+            raise RuntimeError(f"nothing is {what} on this rank")
         if not self.shadow.is_reversible:
             return one.flip, Versions(one), None
         before = replace(versions.served, flip=one.flip)
@@ -515,9 +523,14 @@ class StagingWorker:
             found = self._scrub.result()
             marks = found.pop("marks")
             # Of the start, and of what staging left out: what comes later is compared.
-            served = self.versions.served
-            served = replace(served, marks=marks | (served.marks or {}))
-            self.versions = self.versions._replace(served=served)
+            # Decoding does not wait for who stages; the next scrub marks in that case.
+            if self._turn.acquire(blocking=False):
+                try:
+                    served = self.versions.served
+                    served = replace(served, marks=marks | (served.marks or {}))
+                    self.versions = self.versions._replace(served=served)
+                finally:
+                    self._turn.release()
             self._scrub = None
             return found
 
