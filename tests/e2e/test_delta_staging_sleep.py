@@ -78,8 +78,8 @@ def stager_of(core: EngineCore) -> Any:
 
 
 def bytes_of_log(core: EngineCore) -> int:
-    memory = stager_of(core).shadow.log._memory
-    return 0 if memory is None else memory.nbytes
+    area = stager_of(core).shadow.log._memory
+    return 0 if area is None else len(area.memory)
 
 
 def lost(core: EngineCore) -> EngineCore:

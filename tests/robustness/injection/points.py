@@ -275,15 +275,15 @@ class _Halved:
         self._swap, self._places = swap, places
 
     def __call__(self) -> Any:
-        swap, num = self._swap, self._swap._num_rows
-        rows, half = swap._rows, num // 2
+        swap, rows = self._swap, self._swap._rows
+        half = len(rows) // 2
         terms, total = ops.Digest.ZERO, 0
-        for first, end in ((0, half), (half, num)):
-            swap._rows, swap._num_rows = rows[7 * first : 7 * end], end - first
+        for first, end in ((0, half), (half, len(rows))):
+            swap._rows = rows[first:end]
             try:
                 found, total = swap()
             finally:
-                swap._rows, swap._num_rows = rows, num
+                swap._rows = rows
             terms += found
             if not first and half:
                 happen("inside the flip", self._places)

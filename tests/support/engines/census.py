@@ -10,8 +10,14 @@ from typing import Any
 
 import torch
 
-PASSED_OVER = {"_modules", "kv_cache", "training", "unique_name", "name_or_path"}
-"""Layers come by themselves; KV is no weight; some names are of an engine."""
+from vllm.inflight.worker.model.layers import Walked
+
+PASSED_OVER = {
+    *("_modules", "kv_cache", "training", "unique_name", "name_or_path"),
+    Walked,
+}
+"""Layers, and parameters that are known by name, come by themselves; KV is no weight;
+some names are of an engine."""
 COUNTS = {"_hits", "_total"}
 """How often a cache was asked, which is of an engine, too."""
 DEEPEST = 5

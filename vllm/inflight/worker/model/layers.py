@@ -63,12 +63,12 @@ def parameters_by_name(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     The model is walked at the first call, and again when a layer or a parameter of it
     was replaced. A walk takes milliseconds of Python, which a delta cannot spare.
     """
-    if (walked := recall(model, _Walked)) is None or not walked.is_current():
-        ModelState.of(model).set(walked := _Walked(model))
+    if (walked := recall(model, Walked)) is None or not walked.is_current():
+        ModelState.of(model).set(walked := Walked(model))
     return walked.by_name
 
 
-class _Walked:
+class Walked:
     """The parameters of a model by name, and all that was walked to find them."""
 
     def __init__(self, model: torch.nn.Module) -> None:
