@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tests.e2e.test_data_parallel import IN_STEP, PROBE
 from tests.support.deltas import stepped
 from tests.support.serving import Server
+from tests.support.waiting import until
 from vllm.inflight.trainer import Publisher
 
 pytestmark = pytest.mark.engine
@@ -35,7 +36,7 @@ ENV = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_SERVER_DEV_MODE": "1"}
 )
 def server(request: pytest.FixtureRequest, old: Path) -> Iterator[Server]:
     with Server(old, *FLAGS, *request.param, env=ENV) as running:
-        assert "one set of weights, and a log of" in running.log()
+        until(lambda: "one set of weights, and a log of" in running.log())
         yield running
 
 

@@ -224,7 +224,7 @@ def play(root: Path, family: str, hidden: int) -> dict[str, Any]:
         for number in (1, 2, 0, 1, 2):
             player.update(folders[number])
             served(folders[number], f"version {number}")
-        player.stager.flip()
+        player.stager.flip("before")
         served(folders[1], "rolled back")
         some = root / f"{family}-part"
         some.mkdir(exist_ok=True)

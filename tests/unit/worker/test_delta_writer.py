@@ -103,7 +103,7 @@ def test_any_sequence_of_updates_equals_a_model_of_dictionaries(moves, is_revers
             if move == "rollback":
                 if before is None:
                     continue
-                sets.stager.flip()
+                sets.stager.flip("before")
                 served, before = before, served
             else:
                 before = None

@@ -89,9 +89,9 @@ class Tandems(Sets):
 
     def change(self, before: tuple[int, int], after: tuple[int, int]) -> None:
         """Flip what is staged, back, and again."""
-        for shown in (before, after, before):
+        for shown, to in ((before, "next"), (after, "before"), (before, "before")):
             assert self.shows(*shown)
-            self.stager.flip()
+            self.stager.flip(to)
 
 
 def of_draft(seed: int) -> dict[str, torch.Tensor]:
