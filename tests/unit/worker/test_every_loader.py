@@ -22,6 +22,7 @@ from tests.support.models.every_loader import (
     version,
 )
 from tests.support.shadow_on_host import Batches, InPlace, Sets
+from vllm.inflight.messages import FlipTo
 from vllm.inflight.worker.memory.arena import Arena
 
 TRANSPORTS = {
@@ -58,8 +59,8 @@ class Engine(RuleBasedStateMachine):
         random.Random(order).shuffle(names)
         return {name: named[name] for name in names}
 
-    def _flip(self, expected: Model) -> None:
-        self.sets.stager.flip()
+    def _flip(self, expected: Model, to: FlipTo = "next") -> None:
+        self.sets.stager.flip(to)
         self.served, self.before = expected, self.served
         assert differing(self.sets.live, expected) == []
 
@@ -101,7 +102,7 @@ class Engine(RuleBasedStateMachine):
     @rule()
     def roll_back(self) -> None:
         assert self.before is not None
-        self._flip(self.before)
+        self._flip(self.before, "before")
 
 
 class _Broken(InPlace):
