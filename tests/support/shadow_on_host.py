@@ -249,9 +249,6 @@ class Sets:
         self.stager.open()
         if self.shadow.is_reversible:
             self.arena.settle()
-        ShadowModel.prove(self.shadow, self.between)
-        if manifest.base is None:
-            ShadowModel.forget_changed(self.shadow)
         intake = self.intake = UpdateLoader(
             self.shadow,
             manifest,
@@ -262,6 +259,9 @@ class Sets:
             served=self.stager.served,
             between=self.between,
         )
+        if manifest.base is None:
+            ShadowModel.forget_changed(self.shadow)
+        ShadowModel.prove(self.shadow, self.between)
         intake.coverage.watch(intake.load_weights)
         try:
             self.second.load_weights(weights)

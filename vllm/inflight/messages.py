@@ -16,9 +16,9 @@ from typing import Any, ClassVar, Literal, get_args
 State = Literal["", "open", "staging", "staged", "failed"]
 
 FlipTo = Literal["next", "before", "undo"]
-"""What a flip serves: what is staged, or else the rollback target; the rollback target,
-although an aborted update may be staged; what was served before the last flip, as if
-that had not been."""
+"""What a flip serves: the version that is staged; the rollback target, although an
+aborted update may be staged; or the version that was served before the last flip, as if
+there had been none."""
 
 NOT_REPORTED = frozenset({"unfilled", "drift", "opened", "shares"})
 """Keys of a status that the engine core reads and no report contains."""

@@ -38,6 +38,14 @@ def test_there_is_a_form_for_every_tensor_and_a_loader_for_every_parameter():
     assert filled == {name for name, _ in Model(torch.zeros).named_parameters()}
 
 
+def test_a_tensor_that_came_alone_before_the_wire_broke_is_loaded_in_its_turn():
+    """Another tensor fills some of its elements; the one that comes last decides."""
+    engine = Engine()
+    engine.break_off(num_good=5, kind=InPlace, order=1)  # one of the two came
+    engine.commit("in place, one by one", order=0)
+    engine.teardown()
+
+
 class Engine(RuleBasedStateMachine):
     """A model in an arena, its second set, and the updates of it."""
 

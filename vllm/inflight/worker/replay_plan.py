@@ -124,6 +124,8 @@ class Plan:
         self._entries: dict[str, Entry] = {}
         self._names: dict[str, set[str]] = {}
         """Parameter → the tensors recorded to write into it."""
+        self._unconfirmed: set[str] = set()
+        """Recorded by an update that was not whole so far."""
         self._rejected: set[str] = set()
         self._passed_over: set[str] = set()
         self.lock = threading.RLock()
@@ -201,6 +203,23 @@ class Plan:
             entry.zeros = [z._replace(target=nothing) for z in entry.zeros]
         with self.lock:
             self._put(name, entry)
+            self._unconfirmed.add(name)
+
+    def confirm(self) -> None:
+        """The tensors that were recorded last belong to a whole update."""
+        self._unconfirmed.clear()
+
+    def drop_unconfirmed(self) -> None:
+        """Forget what an update has recorded that ended before it was whole.
+
+        A tensor that did not come may write to the same elements. Then their order
+        decides, which a record of one of them does not show.
+        """
+        with self.lock:
+            for name in list(self._unconfirmed):
+                if not self._entries[name].is_proved:
+                    self._drop(name)
+            self._unconfirmed.clear()
 
     def restore(self, name: str, entry: Entry) -> None:
         """Put back an entry that one of another form has replaced."""
@@ -244,6 +263,7 @@ class Plan:
             self.number += 1
             self._entries.clear()
             self._names.clear()
+            self._unconfirmed.clear()
             self._passed_over.clear()
 
     def _put(self, name: str, entry: Entry) -> None:
@@ -254,6 +274,7 @@ class Plan:
             self._names.setdefault(param, set()).add(name)
 
     def _drop(self, name: str) -> None:
+        self._unconfirmed.discard(name)
         if (entry := self._entries.pop(name, None)) is not None:
             self.number += 1
             for param in entry.params:

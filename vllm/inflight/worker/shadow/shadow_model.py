@@ -436,6 +436,7 @@ class ShadowModel:
         params = dict(self.module.named_parameters())
         with torch.no_grad(), device:
             ReplayCheck(self.plan, params, self.load, lend=lend).run()
+        self.plan.confirm()  # those without room for a check stay recorded, too
 
     def _device_to_learn_on(self) -> torch.device:
         """The GPU, if it has room for the patterns of a check; else the host."""

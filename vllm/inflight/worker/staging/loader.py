@@ -96,6 +96,7 @@ class UpdateLoader:
         """Context in which no flip exchanges live and shadow weights."""
         assert shadow.module is not None
         self._module = shadow.module
+        shadow.plan.drop_unconfirmed()
         self._live: Mapping[str, torch.Tensor] = {}
         """With delta staging: the live parameters."""
         self._comparison: Comparison | None = None
@@ -697,6 +698,7 @@ class UpdateLoader:
             raise self._mismatch(is_end=True)
         if self._shadow.log is not None:
             self._shadow.log.require_room()
+        self._shadow.plan.confirm()
         return Content(checks.facts(), samples, self._kept)
 
     def _verdict_of(self, writer: DeltaWriter) -> Content:

@@ -454,7 +454,7 @@ class StagingWorker:
             flip, after, undo = self._turned(to)
             with self.steps.between():
                 seconds = flip()
-            is_commit = to == "next" and self.versions.staged is not None
+            is_commit = to == "next"
             self.versions, self._undo = after, undo
             if (log := self.shadow.log) is not None:
                 # What an update has compared with the live weights is true no more.
