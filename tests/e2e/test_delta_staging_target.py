@@ -50,7 +50,7 @@ def test_a_flip_while_an_update_is_compared_with_the_live_weights_ends_it(
     core, before = served_new, said(served_new)
     with standing(core, folders["old"]):
         for _ in range(2):  # there and back
-            core.vllm_inflight.ranks.flip()
+            core.vllm_inflight.ranks.flip("before")
     answer = core.inflight("prepare", {}).result(timeout=30)
     assert answer["error"]["code"] == "engine_fault"
     assert "has written into the live weights" in answer["error"]["message"]

@@ -163,7 +163,7 @@ def main(a: str, b: str, mode: str, tp_size: int) -> None:
     def tear() -> None:
         # What nobody can ask for: the last stage changes, and the first does not.
         for _ in range(21):
-            llm.collective_rpc("inflight_flip", args=([tp_size],))
+            llm.collective_rpc("inflight_flip", args=([tp_size], "before"))
 
     seen["torn streams"] = streams_during(tear, llm)
     llm.llm_engine.engine_core.shutdown()
