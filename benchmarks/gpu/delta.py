@@ -6,6 +6,9 @@ what has changed. Rounds of whole versions come before and after. The search for
 changes is shown apart, as it runs on the trainer's GPU: an update begins with the
 engine's first call. docs/performance.md explains the figures.
 
+With `--trace` an update of each kind is traced afterwards, and the traces are kept in a
+file that `python -m benchmarks.gpu.trace` prints.
+
 With `--staging delta` the engine has one set of weights and a log. It starts with the
 trainer's weights, and whole versions change as many elements as the delta in the
 middle.
@@ -25,6 +28,7 @@ from typing import Any
 
 from benchmarks.arm import Arm
 from benchmarks.figures import summary
+from benchmarks.gpu import trace
 from benchmarks.gpu.arm import ENGINE, Trainer
 from benchmarks.gpu.trainer import SAVES
 from benchmarks.machine import facts
@@ -88,10 +92,26 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
                 "gap_ms": median(reply["gap_ms"] for reply in replies)
             }
             print("rollbacks", json.dumps(report["rollbacks"]), flush=True)
+            if options.trace:
+                traces = {
+                    share or "whole": await traced(arm, options, share)
+                    for share in [whole, *options.shares]
+                }
+                file = options.out / f"gpu-delta-trace-{options.staging}.json"
+                file.write_text(json.dumps(traces))
             arm.engine.shutdown()
         finally:
             trainer.end()
     return report
+
+
+async def traced(arm: Arm, options: argparse.Namespace, share: str) -> dict[str, Any]:
+    """The trace of one update, after one that prepares for it."""
+    await arm.carry_out(Plan(options.streams, 64, 0.2, [share]))
+    await arm.engine.collective_rpc(trace.begin)
+    await arm.carry_out(Plan(options.streams, 64, 0.2, [share]))
+    (found,) = await arm.engine.collective_rpc(trace.end)
+    return found  # type: ignore[no-any-return]
 
 
 def figures(record: Any) -> dict[str, float]:
@@ -115,10 +135,13 @@ def main() -> None:
     parser.add_argument("--shares", nargs="+", default=["0.001", "0.01", "0.03"])
     parser.add_argument("--staging", choices=["auto", "delta"], default="auto")
     parser.add_argument("--log-gib", type=float, default=3.0, help="for delta staging")
+    parser.add_argument("--trace", action="store_true", help="one more of each kind")
     parser.add_argument("--engine", default="{}", help="more options, as JSON")
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    if options.trace:  # how a function gets into the engine's process
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     report = {"machine": facts(), "rounds": asyncio.run(measure(options))}
     staging = "-staging" if options.staging == "delta" else ""
     file = options.out / f"gpu-delta{staging}-{options.shape}.json"

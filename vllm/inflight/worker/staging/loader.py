@@ -203,6 +203,7 @@ class UpdateLoader:
                     self._shadow,
                     self._manifest.tensors,
                     self._served,
+                    live=self._live or parameters_by_name(self._shadow.live),
                     allow_nonfinite=self._allow_nonfinite,
                     received=self._received,
                     between=self._between,
