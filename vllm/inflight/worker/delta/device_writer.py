@@ -109,7 +109,8 @@ class DeviceWriter:
             note(ChangedElements(offsets, tuple(map(Stretch, params, *columns))))
         rows[:, 5] = counts
         are_flat = self._are_flat[copy]
-        for width, is_flat in sorted(set(zip(widths.tolist(), are_flat.tolist()))):
+        kinds = zip(widths.tolist(), are_flat.tolist(), strict=True)
+        for width, is_flat in sorted(set(kinds)):
             own = (widths == width) & (are_flat == is_flat)
             num_programs = -(-counts[own] // kernels.BLOCK)
             table = launch_table(rows[own], 6, num_programs, self._device)
