@@ -138,6 +138,8 @@ def _end_mark(row: KnownCall) -> str:
         "may leave out tensors": row.may_lack,
         "not for quantised models": not row.takes_quantised,
         "on one rank only": row.is_alone,
+        "never adopted": not row.is_adopted,
+        f"of workers with `{'`, `'.join(row.besides)}`": bool(row.besides),
     }
     return "; ".join(fact for fact, holds in facts.items() if holds)
 

@@ -402,11 +402,6 @@ class ExtensionCalls(StagedEngine):
         return [results.pop((serial, number))]
 
 
-def methods(worker: upstream.WorkerBase) -> dict[str, list[str]]:
-    """The methods of a worker that have the name of a known call; see `methods_of`."""
-    return methods_of(type(worker), known_calls())
-
-
 def stand_in(worker: upstream.WorkerBase, model: torch.nn.Module) -> Any:
     """An object that is `worker`, except that its runner shows `model`.
 
@@ -420,7 +415,7 @@ def stand_in(worker: upstream.WorkerBase, model: torch.nn.Module) -> Any:
     runner = worker.model_runner
     absent = {name: _absent(name) for name in DRAFTERS}
     own_runner = _like(runner, absent | {"model": _fixed(of_target(model))})
-    rows = matched(methods(worker))
+    rows = matched(methods_of(type(worker), known_calls()))
     private: dict[str, Any] = {}
     names = {name for row in rows for name in row.private}
     apart = {name: _kept_in(private, name) for name in names}
