@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from vllm.inflight.frameworks.known_call import KnownCall, Role
 
@@ -72,9 +73,9 @@ WAYS: dict[str, Callable[[Any, Any], Any]] = {
     ),
     "the model in it": lambda worker, model: model.model.load_weights(OF_NORM),
     "only by the model in it": lambda worker, model: model.model.load_weights(OF_NORM),
-    "only by its loader": lambda worker, model: norm(model).weight_loader(
-        norm(model), OF_NORM[0][1]
-    ),
+    "only by its loader": lambda worker, model: getattr(
+        norm(model), "weight_loader", default_weight_loader
+    )(norm(model), OF_NORM[0][1]),
     "a collective": lambda worker, model: torch.distributed.broadcast(
         norm(model).data, 0
     ),
