@@ -44,7 +44,6 @@ from vllm.inflight.worker.integrity.scrub import (
 from vllm.inflight.worker.shadow import swap
 from vllm.inflight.worker.shadow.flip import Flip, flip_of
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
-from vllm.inflight.worker.staging import extension
 from vllm.inflight.worker.staging.extension import ExtensionCalls
 from vllm.inflight.worker.staging.thread import StagingThread, post_failure
 from vllm.inflight.worker.staging.throttle import undirected
@@ -226,7 +225,6 @@ class StagingWorker:
             "is_reversible": self.shadow.is_reversible,
             "has_drafter": self.shadow.has_drafter,
             "has_mtp": getattr(self.shadow.live, "is_mtp", False),
-            "methods": extension.methods(self.worker),
         }
 
     def _warm(self) -> None:
