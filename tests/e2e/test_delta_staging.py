@@ -27,6 +27,7 @@ from tests.e2e.test_deltas import (  # noqa: F401 (tests, run here with delta st
     test_a_flipped_bit_changes_nothing,
     test_a_lost_end_changes_nothing,
     test_a_lost_part_changes_nothing,
+    test_a_trainer_in_float32_sends_what_changes_of_what_is_served,
     test_a_version_without_a_change_is_a_version,
     test_after_another_trainers_version_the_whole_one_is_sent,
     test_one_tensor_of_a_fused_parameter_may_change_alone,
@@ -169,6 +170,17 @@ def test_tensors_in_float32_are_served_as_a_fresh_engine_casts_them(
     ]
     assert sent_in_turn[0] == sent_in_turn[2]
     assert sent_in_turn[0][1] == sent_in_turn[1][1]
+
+
+def test_a_delta_of_tensors_that_are_converted_names_both_dtypes(
+    on_old, weights, caplog
+):
+    masters = {name: tensor.float() for name, tensor in weights.items()}
+    with Publisher(on_old, masters) as to:
+        to.publish()
+        masters["model.norm.weight"][3] += 1
+        assert not to.publish().is_delta
+    assert "comes as float32 and is served as bfloat16" in caplog.text
 
 
 def test_an_aborted_update_changes_nothing(on_old, new):

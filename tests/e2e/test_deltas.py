@@ -230,6 +230,34 @@ def test_when_most_has_changed_the_whole_version_is_sent(llm, weights):
         assert to.publish().is_delta
 
 
+def test_a_trainer_in_float32_sends_what_changes_of_what_is_served(
+    llm, weights, tmp_path
+):
+    """Every number of its weights changes at a step, and few of their roundings."""
+    random = torch.Generator().manual_seed(0)
+
+    def moved(tensor: torch.Tensor, by: float) -> torch.Tensor:
+        return tensor * (1 + by * torch.randn(tensor.shape, generator=random))
+
+    masters = {name: moved(tensor.float(), 1e-3) for name, tensor in weights.items()}
+
+    def rounded() -> dict[str, torch.Tensor]:
+        return {name: tensor.bfloat16() for name, tensor in masters.items()}
+
+    with Publisher(llm, masters, dtype=torch.bfloat16) as to:
+        assert not to.publish().is_delta
+        for _ in range(3):
+            before = rounded()
+            for tensor in masters.values():
+                tensor.copy_(moved(tensor, 1e-5))
+            num = sum(int((t != before[n]).sum()) for n, t in rounded().items())
+            assert 0 < num < sum(t.numel() for t in masters.values()) / 50
+            outcome = to.publish()
+            assert outcome.is_delta and outcome.num_bytes < 4 * num + 8000
+        found = outcome.digest, tokens(llm)
+    assert found == expected(llm, rounded(), tmp_path)
+
+
 def test_one_tensor_of_a_fused_parameter_may_change_alone(llm, weights, tmp_path):
     with Publisher(llm, weights) as to:
         to.publish()

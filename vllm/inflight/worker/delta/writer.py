@@ -40,6 +40,7 @@ from vllm.inflight.worker.delta.device_writer import DeviceWriter, copy_elements
 from vllm.inflight.worker.delta.order import Order
 from vllm.inflight.worker.delta.shares import Term, share
 from vllm.inflight.worker.model.layers import parameters_by_name
+from vllm.inflight.worker.replay_plan import Entry
 from vllm.inflight.worker.shadow.carry_over import copy_unsent
 from vllm.inflight.worker.shadow.changed_elements import (
     ChangedElements,
@@ -293,6 +294,8 @@ class DeltaWriter:
             found.has_all or is_idle or (is_shared and found.is_once)
         )
         if facts is None or found is None or not is_served:
+            if entry is not None and any(not each.is_exact for each in entry.copies):
+                raise self._of_another_dtype(spec, entry)
             raise DeltaUnsupported(
                 f"{spec.name!r} is not served here as a copy of the checkpoint's "
                 "tensor, so a delta cannot change it element by element",
@@ -305,6 +308,21 @@ class DeltaWriter:
                 f"{spec.dtype}, and {list(shape)} {dtype} of it is served"
             )
         return found
+
+    def _of_another_dtype(self, spec: TensorSpec, entry: Entry) -> DeltaUnsupported:
+        """The error for a tensor that the loader converts."""
+        served = {
+            str(self._live[copied.param].dtype).removeprefix("torch.")
+            for copied in entry.copies
+        }
+        dtype = ", ".join(sorted(served))
+        return DeltaUnsupported(
+            f"{spec.name!r} comes as {spec.dtype} and is served as {dtype}, so a delta "
+            "cannot change it element by element",
+            tensors=[spec.name],
+            remedy=f"Cast it to {dtype} in the trainer before it is compared (dtype= "
+            "of Publisher and of Weights), or send whole versions.",
+        )
 
     def _write(self, changes: DecodedPart) -> None:
         """Write the changes of one part."""
