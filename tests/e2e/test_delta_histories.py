@@ -160,9 +160,9 @@ class History:
         self._llm.wake_up()
         self._before = None  # its memory was given back
 
-    def _damaged(self) -> None:
+    def _damaged(self, what: str | None = None) -> None:
         """A delta by hand that something happens to; then nothing changes."""
-        what = self._random.choice(DAMAGES)
+        what = what or self._random.choice(DAMAGES)
         options = {"max_part_bytes": 64 << 10, "values": "raw"}
         base, new = digest_of(self.served), self._step(0.3)
         manifest, parts = delta_between(self.served, new, base, **options)
@@ -290,6 +290,23 @@ def test_a_history_is_that_of_its_model(
     llm, folder, may_sleep = tiny
     can = {"may_sleep": may_sleep, "has_log": not may_sleep}
     played(llm, History(llm, weights_of(folder), tmp_path, seed, **can), LENGTH)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_delta_changes_nothing_and_the_next_one_works(
+    tiny: tuple[Any, Path, bool], tmp_path: Path, damage: str
+) -> None:
+    llm, folder, may_sleep = tiny
+    can = {"may_sleep": False, "has_log": not may_sleep}
+    history = History(llm, weights_of(folder), tmp_path, 0, **can)
+    for number in range(2):
+        history._delta()
+        history._damaged(damage)
+        history.check((damage, number))
+    if damage not in ("out of order", "other bits"):  # which may be a version
+        history._delta()
+        assert history.num_deltas == 3
+    history.close()
 
 
 def test_a_chain_of_fifty_deltas_with_rollbacks_between_them(
