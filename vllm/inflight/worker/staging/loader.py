@@ -687,7 +687,9 @@ class UpdateLoader:
         why = "it is filled by tensors of two names"
         for param in sorted(self._renamed & self.coverage.refilled):
             checks.note_wrong(param, Cause.DUPLICATE, why)
-        checks.compare_heads()
+        checks.compare_heads(
+            self._served.facts if self._served and self.is_delta else {}
+        )
         self._note_unused(lambda name: not self._shadow.may_idle(name))
         missing = self.coverage.short(self.coverage.due(self._manifest))
         if missing or checks.objects:
