@@ -42,7 +42,9 @@ from vllm.inflight.worker.integrity.scrub import (
     marks_of,
 )
 from vllm.inflight.worker.shadow import swap
+from vllm.inflight.worker.shadow.change_log import Keeping
 from vllm.inflight.worker.shadow.flip import Flip, flip_of
+from vllm.inflight.worker.shadow.log_entries import Entries
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.staging import extension
 from vllm.inflight.worker.staging.extension import ExtensionCalls
@@ -282,14 +284,13 @@ class StagingWorker:
             if (log := self.shadow.log) is not None:
                 log.drop_kept() if log.keeps else log.clear()
 
-    def begin_log(
-        self, is_cancelled: Callable[[], bool], give_up: Callable[[], None]
-    ) -> bool:
+    def begin_log(self, is_cancelled: Callable[[], bool], keeping: Keeping) -> bool:
         """With delta staging, begin to log an update beside the way back.
 
         Args:
             is_cancelled: whether that update is not wanted any more.
-            give_up: called when the way back is in the way; it calls `open`.
+            keeping: what happens to the way back when that is in the way; it calls
+                `open` or `move_way_back`.
 
         Returns:
             whether there is a way back, and it is kept.
@@ -303,8 +304,27 @@ class StagingWorker:
                 return False
             self.versions = self.versions._replace(staged=None)
             self._undo = self._sent = None
-            self.shadow.log.begin(give_up)
+            self.shadow.log.begin(keeping)
             return True
+
+    def move_way_back(self, is_cancelled: Callable[[], bool], entries: Entries) -> None:
+        """From here on a rollback takes the log of the way back from other memory.
+
+        Args:
+            is_cancelled: whether the update that is in its way is not wanted any more.
+            entries: of that log, where it was copied to.
+
+        Raises:
+            Cancelled: the update is not wanted. A rollback may have come since the log
+                was copied.
+
+        """
+        before = self.versions.before
+        assert before is not None and isinstance(before.flip, swap.Swap)
+        flip = before.flip.of(entries)
+        with self.between_flips(is_cancelled):
+            before = replace(before, flip=flip)
+            self.versions = self.versions._replace(before=before)
 
     @contextmanager
     def between_flips(self, is_cancelled: Callable[[], bool]) -> Iterator[None]:
