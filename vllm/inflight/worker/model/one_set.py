@@ -20,10 +20,11 @@ def one_set_obstacle(
     if classifier.method_of(live, vllm_config.model_config) is not None:
         return "the score of the classifier is computed from its head"
     for name, layer in layers(live):
-        if quantized.is_processed(layer) or quantized.is_quantised(layer):
+        for kernel, _, kept in quantized.kept(layer, layer):
             return (
-                f"layer {name} is quantised, and --inflight-staging device or host "
-                "updates quantised layers"
+                f"layer {name} is quantised, and its kernel multiplies with a copy of "
+                f"its weights ({type(kernel).__name__}.{kept}), which "
+                "--inflight-staging device or host updates"
             )
         if moe.is_packed(layer):
             return f"the experts of layer {name} are packed for the CPU build"

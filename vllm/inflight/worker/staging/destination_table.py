@@ -82,7 +82,12 @@ def _trace(shadow: ShadowModel) -> None:
 
 def _not_filled(shadow: ShadowModel) -> list[str]:
     """Parameters with elements that no proved entry fills."""
-    fills = {name: Fill(shape.numel()) for name, shape in shadow.required.items()}
+    # Quantised layers are processed by each update, and compared as a whole.
+    fills = {
+        name: Fill(shape.numel())
+        for name, shape in shadow.required.items()
+        if name not in shadow.quantised
+    }
     for _, entry in shadow.plan.items():
         for param, view in entry.filled if entry.is_proved else ():
             fills[param].views[view] = prod(view[1])

@@ -170,6 +170,7 @@ class StagingThread(Background):
             self._leave(EngineFault(f"{type(error).__name__}: {error}"))
         finally:
             self._intake = None  # the two hold each other, and what came
+            self._shadow.take_processed = None
 
     # ----------------------------------------------------------------- commands
     def _carry_out(self, command: messages.Command) -> None:
@@ -445,6 +446,8 @@ class StagingThread(Background):
             shadow.stale.update(layer_siblings(shadow, begun))
         self._transport.finish_weight_update()
         self._transport_open = False
+        if shadow.log is not None:
+            shadow.log.require_room()
         intake.require_finite()
         require_same_numbers(shadow.live, shadow.module, begun & shadow.quantised)
         retie(shadow, begun)
@@ -470,7 +473,9 @@ class StagingThread(Background):
         self._status = replace(
             self._status,
             carried=carried,
-            drift=self._stager.staged(whole, self._log_number, fills=self._fills),
+            drift=self._stager.staged(
+                whole, self._log_number, marks=intake.marks, fills=self._fills
+            ),
             sent=digest,
             shares=intake.shares,
             digest=whole_digest,
