@@ -726,17 +726,6 @@ def test_auto_serves_without_updates_where_the_loader_computes(
     assert greedy(llm)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"), [("int8", {}), (None, {"quantization": "fp8_per_channel"})]
-)
-def test_an_engine_with_quantised_layers_does_not_start_and_names_what_updates_them(
-    start, checkpoint, kind, options
-):
-    updates_them = r"is quantised, and --inflight-staging device or host updates"
-    with pytest.raises(ConfigError, match=updates_them):
-        delta_engine(start, checkpoint(0, kind), **options)
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU packs nothing")
 def test_an_engine_that_packs_its_matrices_does_not_start(start, old, monkeypatch):
     monkeypatch.setattr(custom_ops, "_supports_onednn", True)

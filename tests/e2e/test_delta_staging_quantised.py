@@ -25,9 +25,11 @@ from tests.e2e.test_delta_staging import (
     without_packing,  # noqa: F401 (a fixture)
 )
 from tests.e2e.test_quantised import COMPILED, ONLINE, SCALE, WEIGHT, WIDE
+from tests.support.engines.drafted import either_or_both
 from tests.support.engines.mixtures import mixed, part, said
 from tests.support.engines.probe import commits_and_rollbacks, greedy, outcome
 from tests.support.models.quantised import FILE
+from tests.support.models.tiny_drafters import METHODS
 from vllm.inflight.errors import (
     ChangeLogFull,
     ConfigError,
@@ -309,6 +311,22 @@ def test_a_transport_of_somebody_else_updates_them(
     assert said(llm) == fresh[1]
     llm.rollback_weights()
     assert said(llm) == fresh[0]
+
+
+@pytest.mark.parametrize(
+    "method",
+    [m if m == "eagle3" else pytest.param(m, marks=pytest.mark.slow) for m in METHODS],
+)
+def test_a_drafter_beside_them_changes_with_them_or_alone(
+    start: Callable[..., Any],
+    checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    method: str,
+) -> None:
+    old, new = (checkpoint(seed, family="llama") for seed in (0, 1))
+    inflight = {"staging": "delta", "delta_gib": 0.05}
+    options = {"additional_config": {"inflight": inflight}}
+    either_or_both(start, (old, new), tmp_path, FP8, method, **options)
 
 
 @pytest.mark.skipif(

@@ -1,7 +1,9 @@
 """What delta staging does not support yet; decided when the engine starts.
 
 With one set of weights, every element of a checkpoint has to have its place in a live
-parameter, and nothing may be computed from it.
+parameter, and nothing may be computed from it. Quantised layers are an exception: each
+update processes them in memory of their own. All that their kernels read has to be in
+parameters, as the swap reaches nothing else.
 """
 
 from __future__ import annotations

@@ -6,6 +6,10 @@ the live layer. Every update goes through upstream's layerwise reload, which loa
 layer beside them, processes it and copies the result into them. A kernel may keep a
 part of a version beside the parameters; that part is flipped with them.
 
+With delta staging the parameters of the shadow model have no memory, so that copy does
+nothing. What processing has made of a layer is compared with the live layer instead;
+see `watch`.
+
 Only kernels that were shown to equal a fresh engine are accepted.
 """
 

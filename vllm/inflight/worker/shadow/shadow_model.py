@@ -11,8 +11,8 @@ On a GPU its parameters are shadow parameters (see parameters.py). They lie in t
 shadow range of the arena. Without an arena they lie in memory that a commit copies
 from.
 
-With delta staging the parameters of this tree have no memory at all: they are on
-`meta`. The tree tells what the loaders would do with a tensor, and a log takes the
+With delta staging the parameters of this tree have no memory: they are on `meta`, but
+for biases of quantised layers. The tree tells what the loaders would do with a tensor, and a log takes the
 elements that an update changes (change_log.py).
 """
 
