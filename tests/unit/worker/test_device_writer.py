@@ -150,7 +150,7 @@ def check_logged(changes, places, live, expected, results) -> None:
     for name, param in live.items():
         bits = ops.INTEGERS[param.itemsize]
         assert torch.equal(elements(param, bits), elements(before[name], bits))
-    assert swap_reference(log.stretches, before) == log.expected()
+    assert swap_reference(log.entries.stretches, before) == log.expected()
     for name, param in expected.items():
         bits = ops.INTEGERS[param.itemsize]
         assert torch.equal(elements(before[name], bits), elements(param, bits)), name
