@@ -44,8 +44,9 @@ LLM = """if True:
         LLM(sys.argv[1], **OPTIONS)
 """
 
-GONE_S = 15
-"""A process looks every second, and ends after 5 more; then those that it started."""
+GONE_S = 60
+"""Much less than the workers wait. A process looks every second and ends within 5 more,
+then those that it started; beside other tests all of it takes longer."""
 
 
 @pytest.fixture
@@ -102,7 +103,7 @@ def kill_while_loading(
         started: gets what the front end has started.
 
     """
-    until(lambda: len(list(loading.iterdir())) == num_workers, "no worker loads", 120)
+    until(lambda: len(list(loading.iterdir())) == num_workers, "no worker loads", 240)
     started += psutil.Process(front_end).children(recursive=True)
     os.kill(front_end, signal.SIGKILL)
 
@@ -123,7 +124,7 @@ def test_no_process_of_an_llm_stays_that_was_killed_while_it_started(
     )
     kill_while_loading(front_end.pid, loading, 1, started)
     front_end.wait()
-    until(lambda: not any(map(lives, started)), f"{started} stay", GONE_S)
+    until(lambda: not any(map(lives, started)), "a process stays", GONE_S)
 
 
 def test_no_process_of_a_server_stays_that_was_killed_while_it_started(
@@ -136,6 +137,6 @@ def test_no_process_of_a_server_stays_that_was_killed_while_it_started(
         kill_while_loading(server.pid, loading, 2, started)
         # Two engine cores with a worker each, their coordinator, and two API servers
         assert len(started) >= 7
-        until(lambda: not any(map(lives, started)), f"{started} stay", GONE_S)
+        until(lambda: not any(map(lives, started)), "a process stays", GONE_S)
     finally:
         server.stop()
