@@ -1,0 +1,86 @@
+"""The jobs, in the order in which they get their GPUs."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from docs.gpu_runs import GPUS, RANKED
+
+ROOT = Path(__file__).parents[3]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command of bash, or tests of pytest, on one GPU or more."""
+
+    name: str
+    shares: tuple[float, ...]  # of each GPU that it needs; 1.0 is a whole one
+    limit: int  # seconds, after which it is ended
+    command: str = ""  # $PYTHON is the interpreter, $OUT the folder for results
+    tests: str = ""  # arguments of pytest, instead of a command
+    shard: str = "1/1"  # 1/3 is the first third of its tests
+    least: int = 60  # seconds; it does not begin when fewer are left
+    cores: int = 0  # CPU cores that no other job uses meanwhile
+    on: tuple[int, ...] = ()  # its GPUs; by default those with the most room
+    alone: bool = False  # it needs whole GPUs: later jobs leave those in `on` to it
+    quiet: bool = False  # it measures time: no other such job runs meanwhile
+
+
+def bench(name: str, shares: tuple[float, ...], limit: int, arguments: str) -> Job:
+    """A benchmark whose engine is on the first GPUs."""
+    command = f"$PYTHON -m benchmarks.{arguments} --out $OUT"
+    on = tuple(range(len(shares)))
+    return Job(name, shares, limit, command, least=150, cores=12, on=on, quiet=True)
+
+
+DELTA = "gpu.delta --shares 0.001 0.01 --arms"
+EXPERTS = """'{"data_parallel_size": 2, "enable_expert_parallel": true}'"""
+EXPERTS = f"gpu --shapes experts --ranks 2 --rounds 1 --engine {EXPERTS}"
+STEPS = "--device cuda --rates 1e-4 --train-steps 300 --batch 16 --length 256"
+STEPS = f"$PYTHON -m benchmarks.delta.steps {STEPS} --out $OUT/delta-steps.json"
+SOAK = "PYTHONPATH=tests/support/calm:$PYTHONPATH $PYTHON -m tests.robustness.soak"
+SOAK = f"{SOAK} --seconds 600 --out $OUT --backend"
+BENCHMARKS = [
+    bench("bench-delta-device", (1.0, 0.4), 330, f"{DELTA} device"),
+    bench("bench-delta-log", (1.0, 0.4), 360, f"{DELTA} delta"),
+    bench("bench-delta-upstream", (1.0, 0.4), 240, f"{DELTA} upstream"),
+    bench("bench-verl", (0.72,), 400, "frameworks verl --rounds 1"),
+    bench("bench-openrlhf", (0.6, 0.2), 420, "frameworks openrlhf --rounds 1"),
+    bench("bench-experts", (0.88, 0.88, 0.4), 500, EXPERTS),
+    Job("soak-nccl", (0.05, 0.05), 780, f"{SOAK} inflight_nccl", least=690),
+    Job("soak-ipc", (0.05,), 780, f"{SOAK} inflight_ipc", least=690),
+    Job("bench-steps", (0.2,), 800, STEPS, least=200),
+]
+SHARDS = {"families": 3, "family_ranks": 3, "quantised_ranks": 2, "drafters": 2}
+SHARDS |= {"delta_staging": 2, "delta_staging_ranks": 2, "ranks_fed_from_third_gpu": 2}
+"""The files of tests/gpu that take longest, and over how many jobs each is spread."""
+ALONE = ["arena", "examples", "sleep", "soak", "two_ranks_sleep", "out_of_memory"]
+ALONE += ["routed_experts"]
+"""They look at the memory of their GPUs."""
+CAN_USE = {"frameworks": 3, "colocated_server": 2, "soak": 2, "examples": 2}
+"""GPUs, where docs/gpu_runs.py cannot tell."""
+
+
+def tests(path: str, num_gpus: int) -> list[Job]:
+    """The jobs of a file of tests/gpu, on as many GPUs as its tests can use."""
+    name, text = Path(path).stem.removeprefix("test_"), (ROOT / path).read_text()
+    needed = [2] * (RANKED in text) + [int(number) for number in GPUS.findall(text)]
+    used = min(num_gpus, max([*needed, CAN_USE.get(name, 1)]))
+    job = Job(name, (0.045,) * used, 1000, tests=path)
+    if name in ALONE:
+        last = tuple(range(num_gpus - used, num_gpus))
+        return [replace(job, shares=(1.0,) * used, on=last, alone=True)]
+    shards = range(1, SHARDS.get(name, 0) + 1)
+    return [
+        replace(job, name=f"{name}-{n}", shard=f"{n}/{len(shards)}") for n in shards
+    ] or [job]
+
+
+def jobs(num_gpus: int) -> list[Job]:
+    """Those for a host of so many GPUs: benchmarks, then tests, the longest first."""
+    found = [job for job in BENCHMARKS if len(job.shares) <= num_gpus]
+    for file in sorted(ROOT.glob("tests/gpu/test_*.py")):
+        found += tests(str(file.relative_to(ROOT)), num_gpus)
+    found.sort(key=lambda job: bool(job.tests) and job.shard == "1/1")
+    # Jobs that are alone wait for the others. On four GPUs they have the last at once.
+    first = -1 if num_gpus >= 4 else 1
+    return sorted(found, key=lambda j: j.alone * (first if len(j.on) == 1 else 1))
