@@ -63,9 +63,10 @@ def main() -> int:
     query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
     named = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(",", " ")
     gpus = (named or subprocess.check_output(query, text=True)).split()[: options.gpus]
-    chosen = [
-        job for job in jobs(len(gpus)) if job.name.startswith(tuple(options.only))
-    ]
+    names = tuple(options.only)
+    chosen = [job for job in jobs(len(gpus)) if job.name.startswith(names)]
+    if not chosen:
+        parser.error(f"no job for {len(gpus)} GPUs begins with {' or '.join(names)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # it ends the jobs, too
     began, runner = time.time(), Runner(chosen, gpus, options.seconds)
     is_well = runner.run(options.results, options.passed)

@@ -15,6 +15,7 @@ import psutil
 from tests.support.gpu_lanes.jobs import ROOT, Job
 
 MARK = "GPU_LANE"  # the variable of the environment that has a job's mark
+FRESH = 'rm -f "$OUT".*; mkdir -p "$OUT"; exec > "$OUT.log" 2>&1 < /dev/null'
 PYTEST = (
     '"$PYTHON" -m pytest -v -m gpu -p no:cacheprovider -o faulthandler_timeout=420 '
     "-p tests.support.gpu_lanes.plugin "
@@ -123,16 +124,13 @@ class Runner:
         return chosen if all(fits) and len(fits) == len(job.shares) else []
 
     def _start(self, job: Job, gpus: list[int], out: Path, passed: Path) -> None:
-        pytest = f"{PYTEST} --shard={job.shard} {job.tests}"
-        for old in out.parent.glob(f"{job.name}.*"):
-            old.unlink()
-        out.mkdir(exist_ok=True)
+        command = job.command or f"{PYTEST} --shard={job.shard} {job.tests}"
         # The last cores are for one benchmark after the other, until none is left.
         jobs = [job, *self._waiting, *(lane.job for lane in self._lanes)]
         split = max(1, len(self._cores) - max(each.cores for each in jobs))
         cores = (job.cores and self._cores[split:]) or self._cores[:split]
         taskset = ["taskset", "-c", ",".join(map(str, cores))]
-        env = {
+        env = os.environ | {
             MARK: f"{os.getpid()}-{job.name}",
             "CUDA_VISIBLE_DEVICES": ",".join(self._gpus[gpu] for gpu in gpus),
             "OUT": str(out),
@@ -143,12 +141,8 @@ class Runner:
             "PYTEST_XDIST_WORKER": f"gw{len(self._waiting)}",
             "PYTEST_XDIST_WORKER_COUNT": "1" if job.alone else "12",
         }
-        with open(f"{out}.log", "wb") as log:
-            process = psutil.Popen(
-                [*taskset, "bash", "-c", job.command or pytest],
-                **{"cwd": ROOT, "env": os.environ | env, "start_new_session": True},
-                **{"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log},
-            )
+        shell = [*taskset, "bash", "-c", f"{FRESH}; {command}"]
+        process = psutil.Popen(shell, cwd=ROOT, env=env, start_new_session=True)
         ends = min(self._ends, time.monotonic() + job.limit)
         self._lanes.append(Lane(job, gpus, ends, env[MARK], process))
         self._tell(job, f"began on {gpus}")
@@ -162,6 +156,5 @@ class Runner:
 
     def _tell(self, job: Job, what: str, is_well: bool = True) -> None:
         self._is_well &= is_well
-        print(
-            f"{time.monotonic() - self._began:5.0f} s  {job.name}: {what}", flush=True
-        )
+        at = time.monotonic() - self._began
+        print(f"{at:5.0f} s  {job.name}: {what}", flush=True)
