@@ -63,6 +63,8 @@ class DeltaWriter:
         shadow: the shadow model, whose parameters lie where they are served.
         specs: the announced tensors; the parts have their numbers.
         served: the content of the served weights.
+        live: the served parameters.
+        allow_nonfinite: whether NaN and Inf are accepted.
         received: called with the bytes of each part, and the tensors so far.
         between: called after each parameter that is brought up, with the bytes so far.
 
@@ -74,6 +76,7 @@ class DeltaWriter:
         specs: Mapping[str, TensorSpec],
         served: Content,
         *,
+        live: Mapping[str, torch.Tensor],
         allow_nonfinite: bool,
         received: Callable[[int, int], None],
         between: Callable[[int], None],
@@ -88,8 +91,11 @@ class DeltaWriter:
         self._between = between
         self._parts = ArrivingParts()
         self._order = Order(self._specs)
-        self._live = parameters_by_name(shadow.live)
-        self._new = parameters_by_name(shadow.module)
+        self._live = live
+        self._new: Mapping[str, torch.Tensor] = {}
+        """The shadow parameters; none with delta staging."""
+        if self._log is None:
+            self._new = parameters_by_name(shadow.module)
         self._places: list[Destinations] = []
         """Of each tensor that the delta changes."""
         self._is_idle = np.zeros(len(self._specs), dtype=bool)
