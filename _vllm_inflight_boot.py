@@ -7,7 +7,9 @@ Entry points name this file and not `vllm.inflight`, because pip may have put
 
 from __future__ import annotations
 
+import pkgutil
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec, module_from_spec
 from types import ModuleType
 from typing import Any
@@ -94,6 +96,32 @@ def register() -> None:
     from vllm.inflight.patch import apply_all
 
     apply_all()
+
+
+class ChildMain:
+    """The main function of a process of upstream's, which watches its parent first.
+
+    It is in this module, because a spawned process unpickles it before it has loaded
+    any plugin. There it stands for upstream's own function.
+    """
+
+    def __init__(self, target: str, original: Callable[..., Any] | None = None) -> None:
+        """Take the place of the function `target`, as `module:Class.name`."""
+        self.target = target
+        self._original = original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run upstream's function in this process, which ends with its parent."""
+        _open()
+        from vllm.inflight.engine.parent_watchdog import end_with_parent
+
+        end_with_parent()
+        original = self._original or pkgutil.resolve_name(self.target)
+        return original(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[type[ChildMain], tuple[str]]:
+        """Pickle the name alone."""
+        return ChildMain, (self.target,)
 
 
 def main() -> int | None:

@@ -85,6 +85,8 @@ RANKS = {"32B": 2}
 """GPUs of a rank each that an engine takes, where one of 80 GB has no room."""
 GIVEN_RANKS = "BENCH_RANKS"
 """In the environment: how many, whatever the shape."""
+SAVES = "BENCH_TRAINER_SAVES"
+"""In the environment: whether a trainer makes a checkpoint of the folder first."""
 
 
 def num_ranks(folder: str) -> int:

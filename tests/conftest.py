@@ -1,7 +1,10 @@
 """What holds for every test."""
 
+import getpass
 import os
+import shutil
 import sys
+import tempfile
 import time
 from importlib import import_module
 from pathlib import Path
@@ -48,6 +51,23 @@ settings.register_profile(
     "patient", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("patient")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give all lanes, and what they start, one folder for temporary files.
+
+    An engine of vLLM leaves files behind there, and its sockets if it is killed.
+    """
+    if LANE:
+        return
+    usual = tempfile.gettempdir()
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", usual)  # pytest keeps three runs
+    compiled = Path(usual) / f"torchinductor_{getpass.getuser()}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(compiled))
+    # Short, as the path of a socket has at most 107 bytes
+    folder = tempfile.mkdtemp(prefix="tests-")
+    tempfile.tempdir = os.environ["TMPDIR"] = folder
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_collection_modifyitems(

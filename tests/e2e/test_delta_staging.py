@@ -24,10 +24,13 @@ from tests.e2e.test_deltas import (  # noqa: F401 (tests, run here with delta st
     step,
     test_a_chain_of_deltas_equals_whole_versions,
     test_a_delta_from_another_version_is_rejected_at_once,
+    test_a_delta_is_committed_while_requests_run,
     test_a_delta_that_does_not_fit_what_is_served_is_followed_by_the_whole,
     test_a_flipped_bit_changes_nothing,
     test_a_lost_end_changes_nothing,
     test_a_lost_part_changes_nothing,
+    test_a_scrub_after_deltas_names_the_tensor_with_a_changed_bit,
+    test_a_trainer_in_float32_sends_what_changes_of_what_is_served,
     test_a_version_without_a_change_is_a_version,
     test_after_another_trainers_version_the_whole_one_is_sent,
     test_one_tensor_of_a_fused_parameter_may_change_alone,
@@ -173,6 +176,17 @@ def test_tensors_in_float32_are_served_as_a_fresh_engine_casts_them(
     assert sent_in_turn[0][1] == sent_in_turn[1][1]
 
 
+def test_a_delta_of_tensors_that_are_converted_names_both_dtypes(
+    on_old, weights, caplog
+):
+    masters = {name: tensor.float() for name, tensor in weights.items()}
+    with Publisher(on_old, masters) as to:
+        to.publish()
+        masters["model.norm.weight"][3] += 1
+        assert not to.publish().is_delta
+    assert "comes as float32 and is served as bfloat16" in caplog.text
+
+
 def test_an_aborted_update_changes_nothing(on_old, new):
     before = on_old.weight_info()["digest"], tokens(on_old)
     update_id = on_old.start_weight_update()["update_id"]
@@ -299,6 +313,27 @@ def test_a_version_without_one_tensor_is_rejected_and_changes_nothing(
     save_file(new, tmp_path / "model.safetensors")
     with pytest.raises(WeightsMismatch, match="up_proj"):
         on_old.update_weights_from_disk(str(tmp_path))
+    assert tokens(on_old) == before
+
+
+def test_a_tensor_that_comes_twice_is_rejected_and_changes_nothing(
+    on_old, new, fresh, weights, tmp_path
+):
+    """A place that the log has twice would not come back at a rollback."""
+    before, name = tokens(on_old), "model.norm.weight"
+    for twice in (weights[name] + 1, weights[name] + 2):
+        save_file(stepped(weights, 1), tmp_path / "whole.safetensors")
+        save_file({name: twice}, tmp_path / "again.safetensors")
+        update_id = on_old.start_weight_update()["update_id"]
+        with pytest.raises(WeightsMismatch, match=f"{name}.*sent twice"):
+            for file in ("whole", "again"):
+                path = {"path": str(tmp_path / f"{file}.safetensors")}
+                on_old.update_weights(path, update_id=update_id)
+            on_old.finish_weight_update(update_id=update_id)
+        assert tokens(on_old) == before
+    on_old.update_weights_from_disk(str(new), "new")
+    assert greedy(on_old) == fresh
+    on_old.rollback_weights()
     assert tokens(on_old) == before
 
 
@@ -637,6 +672,24 @@ def test_an_adapter_stays_loaded_over_an_update(start, old, new, tmp_path):
     assert said(llm, adapter) == expected
     llm.rollback_weights()
     assert said(llm, adapter) == before
+
+
+def test_deltas_reach_the_layers_of_adapters(start, old, weights, tmp_path):
+    llm = delta_engine(start, old, **ADAPTERS)
+    adapter, told = make_adapter(old, tmp_path), []
+    served = ADAPTERS["dtype"]
+    with Publisher(llm, weights, dtype=getattr(torch, served)) as to:
+        to.publish()
+        for seed in range(2):
+            step(weights, seed)
+            assert to.publish().is_delta
+            told.append(said(llm, adapter))
+        assert told[0][0] != told[0][1] != told[1][1]
+        to.rollback()
+        assert said(llm, adapter) == told[0]
+    with Publisher(llm, weights, dtype=getattr(torch, served), delta="off") as to:
+        to.publish()
+    assert said(llm, adapter) == told[1]
 
 
 def test_a_tied_head_changes_with_its_embedding(start, checkpoint, tmp_path):

@@ -47,7 +47,7 @@ def feed(
         assert told["versions"] > 1, f"{source}: no request lived through a version"
 
 
-@pytest.mark.parametrize("kind", ["llm", "async_llm", "two_engines"])
+@pytest.mark.parametrize("kind", ["llm", "async_llm", "two_engines", "two_ranks"])
 def test_every_rank_serves_the_weights_from_files_and_from_a_trainer(
     old: Path, new: Path, kind: str
 ) -> None:

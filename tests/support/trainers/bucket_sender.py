@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.shared_memory import SharedMemory
+from tempfile import gettempdir
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ def sending(
     messages: Callable[[Sender], None], address: str | None = None
 ) -> Iterator[str]:
     """The address at which `messages` runs in a thread, with a sender."""
-    address = address or f"ipc:///tmp/inflight-tests-{secrets.token_hex(8)}.sock"
+    address = address or f"ipc://{gettempdir()}/{secrets.token_hex(8)}.sock"
     context = zmq.Context()
     socket = context.socket(zmq.REQ)
     socket.setsockopt(zmq.LINGER, 0)

@@ -24,7 +24,6 @@ from vllm.inflight.engine.envelopes import enveloped, watched
 from vllm.inflight.engine.event_log import EventLog
 from vllm.inflight.engine.integrity.outside_writes import OutsideWrites
 from vllm.inflight.engine.integrity.scrubs import Scrubs
-from vllm.inflight.engine.parent_watchdog import end_with_parent
 from vllm.inflight.engine.pause.abort import abort_requests
 from vllm.inflight.engine.pause.absorption import Need
 from vllm.inflight.engine.pause.pause import Pauses
@@ -81,8 +80,6 @@ class Controller(Attached):
         )
         self.in_process = not hasattr(core, "input_queue")
         """Whether the engine steps in its caller's process, without a loop."""
-        if not self.in_process:
-            end_with_parent()
         self.has_actor_group = False
         """Whether PipelineRL's worker calls have joined its trainer's group."""
         self.undelivered_outputs: list[upstream.EngineCoreOutput] = []

@@ -1,8 +1,8 @@
-"""The parent watchdog ends an engine core or a worker when its parent process dies.
+"""The parent watchdog ends a process that vLLM started when its parent process dies.
 
 By itself, an engine core does not notice that its front end was killed. It would keep
-running with its workers and their GPU memory, and no new server could start. A worker
-notices that its engine core is gone, but it hangs if it waits for another rank.
+running with its workers and their GPU memory, and no new server could start.
+`patch.child_processes` says which processes watch their parent.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from multiprocessing.process import BaseProcess
 from vllm.inflight import upstream
 
 POLL_S = 1.0
-PATIENCE_S = 10.0
-"""Seconds for a process to end by itself after SIGTERM."""
+PATIENCE_S = 5.0
+"""Seconds for a process to end by itself after SIGTERM, as upstream gives it. An engine
+core that still starts only takes a note of the signal."""
 
 logger = upstream.init_logger(__name__)
 

@@ -61,9 +61,10 @@ def check_release() -> str:
 
 
 def parts() -> list[ModuleType]:
-    """The modules with patch records: workers, engine core, outputs, API."""
+    """The modules with patch records: workers, engine core, outputs, API, processes."""
     from vllm.inflight.patch import (
         api,
+        child_processes,
         core_client,
         engine_core,
         executor,
@@ -79,7 +80,7 @@ def parts() -> list[ModuleType]:
 
     workers = [worker, worker_rpc, reload]
     inside = [executor, engine_core, core_client, sleep, lora, scheduler]
-    return [*workers, *inside, outputs, openai, api]
+    return [*workers, *inside, outputs, openai, api, child_processes]
 
 
 def records() -> list[Patch]:

@@ -1,13 +1,9 @@
-"""Changes in the multi-process executor and in its workers.
+"""Changes in the multi-process executor.
 
 Each answer must belong to its call. Ranks answer in the order of the calls, and
 upstream matches answers by order alone. A call that fails on one rank, or that is given
 up, leaves the answers of other ranks unread. Every later call would then read the
 answers of the call before. A successful flip would look like a failed one.
-
-A worker must end with its engine core. Upstream's worker ends when it waits for its
-next step. If the core is killed between its calls to two ranks, one rank waits inside
-the step for the other for ever.
 """
 
 from __future__ import annotations
@@ -16,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm.inflight import upstream
-from vllm.inflight.engine.parent_watchdog import end_with_parent
 from vllm.inflight.patch.records.record import Patch
 
 
@@ -93,16 +88,6 @@ def _all_or_left(read: Any, answers: list[Answers]) -> Any:
     return get_response
 
 
-def _end_with_core(original: Callable[..., Any]) -> Callable[..., Any]:
-    def monitor_death_pipe(
-        self: upstream.WorkerProc, death_pipe: Any, shutdown_requested: Any
-    ) -> None:
-        original(self, death_pipe, shutdown_requested)
-        end_with_parent()
-
-    return monitor_death_pipe
-
-
 _EXECUTOR = "vllm.v1.executor.multiproc_executor:MultiprocExecutor"
 
 PATCHES = [
@@ -122,12 +107,5 @@ PATCHES = [
         why="the next call must not read answers of a call that failed on one rank",
         remove_when="upstream's answers identify their call",
         around=_asked,
-    ),
-    Patch(
-        target="vllm.v1.executor.multiproc_executor:WorkerProc.monitor_death_pipe",
-        expects=("self", "death_pipe", "shutdown_requested"),
-        why="a worker whose engine core was killed ends, even if it waits for a rank",
-        remove_when="upstream's workers wait for other ranks with a time limit",
-        around=_end_with_core,
     ),
 ]

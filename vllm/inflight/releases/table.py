@@ -168,6 +168,18 @@ SIGNATURES: dict[str, dict[str, tuple[str, ...] | None]] = {
         ),
         "0.31.0": AS_IN_REFERENCE,
     },
+    "vllm.v1.engine.coordinator:DPCoordinatorProc.run_coordinator": {
+        "0.29.0": (
+            "engine_count",
+            "front_publish_address",
+            "back_output_address",
+            "back_publish_address",
+            "zmq_addr_pipe",
+            "min_stats_update_interval_ms",
+            "enable_wave_coordination",
+        ),
+        "0.31.0": AS_IN_REFERENCE,
+    },
     f"{_OUTPUTS}:RequestState._weight_version_spans": {"0.29.0": None},
     f"{_ASYNC}.shutdown_weight_transfer_engine": {"0.29.0": None},
     "vllm.entrypoints.llm:LLM.shutdown_weight_transfer_engine": {"0.29.0": None},

@@ -31,6 +31,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from vllm.inflight import upstream
+from vllm.inflight.errors import Conflict
 from vllm.inflight.update import DRAFT
 from vllm.inflight.worker.integrity import fingerprint
 from vllm.inflight.worker.model import layerwise_reload
@@ -39,6 +40,7 @@ from vllm.inflight.worker.model.layers import layers, parameters
 from vllm.inflight.worker.model.mla import is_derived
 from vllm.inflight.worker.model.quantized import has_cache_scales
 from vllm.inflight.worker.model_state import ModelState, recall
+from vllm.inflight.worker.staging.adopted_call import is_calling, rejected
 from vllm.inflight.worker.status_board import StatusBoard
 from vllm.inflight.worker.worker_state import Adopter
 
@@ -370,6 +372,13 @@ class NotedLoad:
 
     def __call__(self, weights: Iterable[Any], *args: object, **kwargs: object) -> Any:
         """Load, as the model does."""
+        if is_calling():
+            error = Conflict(
+                "a method of the worker extension loads into the live model, which it "
+                "has kept since an earlier call, and its calls are adopted; start the "
+                "engine with --inflight-adopt off"
+            )
+            raise rejected(error)
         if (tripwire := tripwire_of(self._model)) is not None:
             adopted = None
             if tripwire.adopter is not None and not tripwire.is_loading():

@@ -209,6 +209,7 @@ class UpdateLoader:
                     self._shadow,
                     self._manifest.tensors,
                     self._served,
+                    live=self._live or parameters_by_name(self._shadow.live),
                     allow_nonfinite=self._allow_nonfinite,
                     received=self._received,
                     between=self._between,
@@ -724,7 +725,9 @@ class UpdateLoader:
         why = "it is filled by tensors of two names"
         for param in sorted(self._renamed & self.coverage.refilled):
             checks.note_wrong(param, Cause.DUPLICATE, why)
-        checks.compare_heads()
+        checks.compare_heads(
+            self._served.facts if self._served and self.is_delta else {}
+        )
         self._note_unused(lambda name: not self._shadow.may_idle(name))
         missing = self.coverage.short(self.coverage.due(self._manifest))
         if missing or checks.objects:

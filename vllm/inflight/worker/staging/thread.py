@@ -233,9 +233,13 @@ class StagingThread(Background):
         if command.transport == "extension":
             is_kept = self._shadow.device.type == "cpu" or bool(self._shadow.quantised)
             assert self._shadow.module is not None
-            load, module = self._intake.load_weights, self._shadow.module
-            device = torch.device(self._worker.device)
-            self._door = Door(load, module, clones=is_kept, device=device)
+            self._door = Door(
+                self._intake.load_weights,
+                self._shadow.module,
+                self._shadow.live,
+                clones=is_kept,
+                device=torch.device(self._worker.device),
+            )
             self._stager.extension.note_source()
         self._intake.coverage.stand_before(self._door or self._intake.load_weights)
         if manifest.tensors:
@@ -328,7 +332,7 @@ class StagingThread(Background):
         assert intake is not None and door is not None
         extension = self._stager.extension
         try:
-            result = extension.call(command)
+            result = extension.call(command, door)
         except EngineFault:
             if door.failure is not None:
                 raise door.failure from None

@@ -48,7 +48,6 @@ from vllm.inflight.worker.shadow.change_log import Keeping
 from vllm.inflight.worker.shadow.flip import Flip, flip_of
 from vllm.inflight.worker.shadow.log_entries import LogEntries
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
-from vllm.inflight.worker.staging import extension
 from vllm.inflight.worker.staging.extension import ExtensionCalls
 from vllm.inflight.worker.staging.thread import StagingThread, post_failure
 from vllm.inflight.worker.staging.throttle import undirected
@@ -230,7 +229,6 @@ class StagingWorker:
             "is_reversible": self.shadow.is_reversible,
             "has_drafter": self.shadow.has_drafter,
             "has_mtp": getattr(self.shadow.live, "is_mtp", False),
-            "methods": extension.methods(self.worker),
         }
 
     def _warm(self) -> None:
