@@ -32,14 +32,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
 from benchmarks.figures import summary
 from benchmarks.gpu.arm import ROLLBACK, TRACED
 from benchmarks.machine import facts
 from benchmarks.process import arm
 from benchmarks.record import UPSTREAM, Plan, Record
-from benchmarks.shapes import GIVEN_RANKS, SAVES, SHAPES, num_ranks, write_shape
+from benchmarks.shapes import GIVEN_RANKS, SAVES, SHAPES, require_gpus, write_shape
 
 DEVICE, DELTA = ARMS = "device", "delta"
 """The arms of this package, by where they stage."""
@@ -136,7 +134,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
     os.environ |= {
         GIVEN_RANKS: options.ranks,
         "BENCH_ENGINE": options.engine,
@@ -144,8 +141,7 @@ def main() -> None:
     }
     if options.trace:  # how a function gets into the engine's process
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-    if gpus and len(gpus) < (needed := 1 + num_ranks(options.shape)):
-        raise SystemExit(f"{needed} GPUs are needed, here are: {', '.join(gpus)}")
+    gpus = require_gpus(options.shape)
     given = {k: v for k, v in vars(options).items() if k != "out"}
     report: dict[str, Any] = {"machine": facts() | {"gpus": gpus}, "options": given}
     file = options.out / f"gpu-delta-{options.shape}.json"

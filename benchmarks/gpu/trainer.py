@@ -22,12 +22,10 @@ from vllm.distributed.weight_transfer.base import ParamMeta
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 from vllm.plugins import load_general_plugins
 
-from benchmarks.shapes import SAVES, num_ranks
+from benchmarks.shapes import SAVES, TRAINER_GPU, num_ranks
 from vllm.inflight.releases.table import adapter
 
 SPREAD = 0.02
-GPU = "BENCH_TRAINER_GPU"
-"""In the environment: the trainer's, if it is not the one after the engine's."""
 
 _Source: Any = adapter("weight source")
 
@@ -172,7 +170,8 @@ def main(backend: str, folder: str, handle: str) -> None:
     load_general_plugins()
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get(GPU, num_ranks(folder))))
+        number = int(os.environ.get(TRAINER_GPU, num_ranks(folder)))
+        device = torch.device("cuda", number)
         torch.cuda.set_device(device)
     weights = Weights(folder, device)
     if os.environ.get(SAVES):

@@ -54,7 +54,7 @@ def folders(old: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
         save_file(weights, file, metadata={"format": "pt"})
         weights = {name: tensor.clone() for name, tensor in weights.items()}
         weights["model.norm.weight"].neg_()
-        for name, tensor in weights.items():
+        for tensor in weights.values():
             if tensor.dim() == 2:
                 tensor.view(-1)[number::FLIPPED].neg_()
     return made
