@@ -31,14 +31,14 @@ from vllm.inflight.frameworks.known_call import methods_of
 from vllm.inflight.frameworks.table import known_calls, matched
 from vllm.inflight.transport.base import StagedEngine
 from vllm.inflight.transport.buckets.tensor_list import Pair
-from vllm.inflight.worker.integrity.outside_writes import SOURCE
-from vllm.inflight.worker.model.drafter import ModelWithDrafter
-from vllm.inflight.worker.staging.adopted_call import (
+from vllm.inflight.worker.adopted_call import (
     calling,
     is_calling,
     noting,
     rejected,
 )
+from vllm.inflight.worker.integrity.outside_writes import SOURCE
+from vllm.inflight.worker.model.drafter import ModelWithDrafter
 from vllm.inflight.worker.staging.weight_memory import WeightMemory
 from vllm.inflight.yielding import with_breaks
 
