@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 import tests.support.calm.sitecustomize  # noqa: F401 (in this process; its children by path)
 from tests.support.calm.engine_starts import (
+    collect_once_per_engine,
     freeze_imports,
     inspect_models_here,
     override_kernels_once,
@@ -104,6 +105,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             import_module(name)
         preload_spawned()
     freeze_imports()
+    collect_once_per_engine()
     override_kernels_once()
     inspect_models_here()
     split_vocabulary_uncompiled()
