@@ -85,11 +85,27 @@ RANKS = {"32B": 2}
 """GPUs of a rank each that an engine takes, where one of 80 GB has no room."""
 GIVEN_RANKS = "BENCH_RANKS"
 """In the environment: how many, whatever the shape."""
+TRAINER_GPU = "BENCH_TRAINER_GPU"
+"""In the environment: the trainer's, if it is not the one after the engine's. With CUDA
+IPC it may be one of the engine's."""
+SAVES = "BENCH_TRAINER_SAVES"
+"""In the environment: whether a trainer makes a checkpoint of the folder first."""
 
 
 def num_ranks(folder: str) -> int:
     """GPUs of the engine that serves a shape's folder."""
     return int(os.environ.get(GIVEN_RANKS) or RANKS.get(Path(folder).name, 1))
+
+
+def require_gpus(shape: str) -> list[str]:
+    """The names of this host's GPUs; exits if they are too few, and not none."""
+    import torch
+
+    gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+    needed = num_ranks(shape) + (TRAINER_GPU not in os.environ)
+    if gpus and len(gpus) < needed:
+        raise SystemExit(f"{needed} GPUs are needed, here are: {', '.join(gpus)}")
+    return gpus
 
 
 def write_shape(name: str, root: Path) -> Path:

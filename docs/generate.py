@@ -13,7 +13,7 @@ import difflib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from docs import signatures
@@ -23,6 +23,7 @@ from docs.pause_plot import picture
 from docs.release_runs import releases
 from docs.tables import code, first_line, table
 from tests.support.frameworks.evidence import evidence_of
+from tests.support.frameworks.overview import FRAMEWORKS
 from vllm.inflight import patch
 from vllm.inflight.api.server.flags import GROUP, add_flags
 from vllm.inflight.api.server.rollout_routes import ROLLOUT_ROUTES
@@ -115,9 +116,31 @@ def fields() -> str:
     return table(["field", "values", "default", "what it does"], rows)
 
 
-def known_calls() -> str:
-    """The worker calls of other frameworks that are adopted."""
+def frameworks() -> str:
+    """What is promised to each framework, and what of it ran."""
     rows = (
+        [
+            f"[{each.name}](frameworks/{each.page}.md)",
+            each.release,
+            each.vllm,
+            each.transport,
+            each.promised,
+            "; ".join(f"{ran} ({code(ran.test)})" for ran in each.evidence),
+        ]
+        for each in FRAMEWORKS
+    )
+    headings = ["framework", "release", "vLLM that it requires", "transport"]
+    return table([*headings, "what is promised", "what ran"], rows)
+
+
+def known_calls() -> str:
+    """The worker calls of other frameworks that the engine core knows."""
+    return calls_of(BUILT_IN)
+
+
+def calls_of(rows: Iterable[KnownCall]) -> str:
+    """Known calls, and what has run of each."""
+    cells = (
         [
             row.framework,
             code(f"{row.method}({', '.join(row.parameters)})"),
@@ -125,10 +148,10 @@ def known_calls() -> str:
             _end_mark(row),
             "; ".join(map(str, evidence_of(row))),
         ]
-        for row in BUILT_IN
+        for row in rows
     )
     headings = ["framework", "worker call", "role", "marks and exceptions", "what ran"]
-    return table(headings, rows)
+    return table(headings, cells)
 
 
 def _end_mark(row: KnownCall) -> str:
@@ -138,6 +161,8 @@ def _end_mark(row: KnownCall) -> str:
         "may leave out tensors": row.may_lack,
         "not for quantised models": not row.takes_quantised,
         "on one rank only": row.is_alone,
+        "never adopted": not row.is_adopted,
+        f"of workers with `{'`, `'.join(row.besides)}`": bool(row.besides),
     }
     return "; ".join(fact for fact, holds in facts.items() if holds)
 
@@ -295,7 +320,7 @@ def upstream_faults() -> str:
 TABLES: dict[str, list[Callable[[], str]]] = {
     "cli.md": [flags, commands],
     "config.md": [fields, environment],
-    "drop-in.md": [known_calls],
+    "drop-in.md": [frameworks, known_calls],
     "errors.md": [errors, causes],
     "gpu-tests.md": [gpu_runs],
     "releases.md": [releases],

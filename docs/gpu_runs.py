@@ -28,6 +28,8 @@ ON_CPU = {
     "test_dp_sources": "e2e/test_fed_engines.py",
     "test_files": "e2e/test_file_reader.py",
     "test_frameworks": "e2e/test_framework_trainers.py",
+    "test_ranks_fed_deltas": "e2e/test_trainer_deltas.py",
+    "test_ranks_fed_from_third_gpu": "e2e/test_fed_engines.py",
     "test_ranks_asleep": "e2e/test_sleep.py",
     "test_scrubbed": "e2e/test_scrub.py",
     "test_soak": "robustness/soak/test_soak.py",

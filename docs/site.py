@@ -51,7 +51,7 @@ def on_page_content(html: str, **_: Any) -> str:
 
 def _paths() -> Iterator[str]:
     yield "docs/site.css"
-    pages = {*ROOT.glob("docs/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"}
+    pages = {*ROOT.glob("docs/**/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"}
     pages.add(ROOT / "benchmarks" / "results" / "README.md")
     linked = {
         (page.parent / target).resolve()

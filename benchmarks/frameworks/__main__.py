@@ -56,7 +56,12 @@ ROWS = {
     "lost_s": ("decoding time lost to an update, s", "{:.3f}"),
 }
 ENGINES = {
-    "8B": {"max_model_len": 8192, "gpu_memory_utilization": 0.6},
+    # With so much KV vLLM measures no free memory, which a trainer's process changes.
+    "8B": {
+        "max_model_len": 8192,
+        "gpu_memory_utilization": 0.6,
+        "kv_cache_memory_bytes": 40 << 30,
+    },
     "tiny": {"max_model_len": 8192, "enforce_eager": True},
 }
 

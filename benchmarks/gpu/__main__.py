@@ -1,10 +1,11 @@
 """Updating weights over NCCL while decoding, ours beside upstream's, on two GPUs.
 
 `python -m benchmarks.gpu [--shapes 0.6B 8B 14B 32B]`. One engine runs on GPU 0
-(32B: on GPUs 0 and 1, unless `--ranks` is given), a trainer on the next GPU. The first
-arm has vllm-inflight and is updated while it decodes. The second arm has not, and is
-updated in upstream's way (pause, update, resume). Both have random weights of the named
-shape, vLLM's defaults, the same streams and the same trainer interface.
+(32B: on GPUs 0 and 1, unless `--ranks` is given), a trainer on the next GPU. With
+`--ranks`, `--engine` says how many of them are for data or pipeline parallelism. The
+first arm has vllm-inflight and is updated while it decodes. The second arm has not, and
+is updated in upstream's way (pause, update, resume). Both have random weights of the
+named shape, vLLM's defaults, the same streams and the same trainer interface.
 docs/performance.md explains the figures.
 """
 
@@ -21,7 +22,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -29,7 +29,7 @@ from benchmarks.figures import summary, update_figures
 from benchmarks.machine import facts
 from benchmarks.process import arm
 from benchmarks.record import OURS, UPSTREAM, Plan, Record
-from benchmarks.shapes import GIVEN_RANKS, SHAPES, num_ranks, write_shape
+from benchmarks.shapes import GIVEN_RANKS, SHAPES, require_gpus, write_shape
 
 ROWS = {
     "tokens_per_s": ("decoding alone, tokens/s", "{:.0f}"),
@@ -131,18 +131,15 @@ def main() -> None:
     parser.add_argument("--inflight", default="{}", help="our options, as JSON")
     parser.add_argument(
         "--backend",
-        choices=("inflight_nccl", "inflight_ipc"),
+        choices=("inflight_nccl", "inflight_ipc", "inflight_gloo"),
         default="inflight_nccl",
-        help="ours; upstream's is nccl",
+        help="ours; upstream's is nccl. inflight_gloo is for hosts without GPUs",
     )
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
     os.environ[GIVEN_RANKS] = options.ranks
-    needed = 1 + max(num_ranks(shape) for shape in options.shapes)
-    if len(gpus) < needed:
-        raise SystemExit(f"{needed} GPUs are needed, here are: {', '.join(gpus)}")
+    gpus = [require_gpus(shape) for shape in options.shapes][-1]
     os.environ["BENCH_ENGINE"] = options.engine
     os.environ["BENCH_INFLIGHT"] = options.inflight
     os.environ["BENCH_BACKEND"] = options.backend

@@ -1,7 +1,8 @@
 """One arm of the GPU benchmark: an engine on the first GPUs, its trainer on the next.
 
-`python -m benchmarks.gpu` starts it as `python -m benchmarks.gpu.arm NAME FOLDER FD`.
-Weights arrive over NCCL, in both arms through upstream's trainer interface.
+`python -m benchmarks.gpu` and `python -m benchmarks.gpu.delta` start it as
+`python -m benchmarks.gpu.arm NAME FOLDER FD`. In every arm weights arrive through
+upstream's trainer interface.
 """
 
 from __future__ import annotations
@@ -15,15 +16,31 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from math import prod
 from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
+import torch
+
 from benchmarks.arm import Arm, serve
-from benchmarks.record import OURS
-from benchmarks.shapes import num_ranks
+from benchmarks.gpu import trace
+from benchmarks.record import UPSTREAM
+from benchmarks.shapes import SAVES, num_ranks
 from vllm.inflight.errors import BaseMismatch
 
 ENGINE = {"max_model_len": 8192, "gpu_memory_utilization": 0.85}
+ON_HOST = {
+    "enforce_eager": True,
+    # Delta staging needs weights that lie as they do on a GPU.
+    "worker_extension_cls": "tests.support.engines.unpacked_ranks.Unpacked",
+}
+"""Further options without a GPU: the benchmark can be tried out there."""
+ROLLBACK = "rollback"
+"""In place of a share of a plan: the engine goes back to the version before."""
+TRACED = "traced "
+"""Before a share: the update is traced."""
+AROUND_S = 0.1
+"""Traced before such an update, and after it."""
 
 
 class Trainer:
@@ -122,30 +139,53 @@ class Trainer:
 
 
 async def main(name: str, folder: str, handle: str) -> None:
-    backend = os.environ["BENCH_BACKEND"] if name == OURS else "nccl"
+    is_ours = name != UPSTREAM
+    backend = os.environ["BENCH_BACKEND"] if is_ours else "nccl"
     trainer = Trainer(backend, folder)
-    options = {"inflight": json.loads(os.environ.get("BENCH_INFLIGHT", "{}"))}
+    given = ENGINE | ({} if torch.cuda.is_available() else ON_HOST)
+    given |= json.loads(os.environ.get("BENCH_ENGINE", "{}"))
+    if is_ours:
+        inflight = json.loads(os.environ.get("BENCH_INFLIGHT", "{}"))
+        given["additional_config"] = {"inflight": inflight}
+    # What GPUs are left for tensor parallelism.
+    others = ("data_parallel_size", "pipeline_parallel_size")
+    ranks = num_ranks(folder) // prod(given.get(each, 1) for each in others)
 
-    async def update_ours(engine: Any, _: str) -> dict[str, float]:
-        await trainer.send(engine)
-        return trainer.facts
+    async def update_ours(engine: Any, share: str) -> dict[str, Any]:
+        if share == ROLLBACK:
+            return {"commit_ms": (await engine.rollback_weights())["gap_ms"]}
+        if share.startswith(TRACED):
+            return await traced(engine, share.removeprefix(TRACED))
+        await trainer.send(engine, share)
+        # A share is changed, and searched for, before the engine is called.
+        assert trainer.called is not None
+        return trainer.facts | ({"called": trainer.called} if share else {})
 
-    async def update_upstream(engine: Any, _: str) -> dict[str, float]:
+    async def traced(engine: Any, share: str) -> dict[str, Any]:
+        await engine.collective_rpc(trace.begin)
+        await asyncio.sleep(AROUND_S)
+        facts = await update_ours(engine, share)
+        await asyncio.sleep(AROUND_S)
+        (found,) = await engine.collective_rpc(trace.end)
+        return facts | {"trace": found}
+
+    async def update_upstream(engine: Any, share: str) -> dict[str, float]:
         await engine.pause_generation(mode="keep", clear_cache=False)
-        await trainer.send(engine)
+        await trainer.send(engine, share)
         await engine.resume_generation()
         return {}
 
     try:
+        if os.environ.get(SAVES):
+            await trainer.ready()
         arm = Arm(
             folder,
-            update_ours if name == OURS else update_upstream,
-            load_format="dummy",
+            update_ours if is_ours else update_upstream,
+            load_format="auto" if os.environ.get(SAVES) else "dummy",
             dtype="bfloat16",
-            tensor_parallel_size=num_ranks(folder),
-            **(ENGINE | json.loads(os.environ.get("BENCH_ENGINE", "{}"))),
-            additional_config=options if name == OURS else {},
+            tensor_parallel_size=ranks,
             weight_transfer_config={"backend": backend},
+            **given,
         )
         await trainer.join(arm.engine)
         await serve(arm, Connection(int(handle)))

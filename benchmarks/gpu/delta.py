@@ -1,100 +1,94 @@
-"""Whole versions and deltas over NCCL while decoding, in one engine, on two GPUs.
+"""Whole versions and deltas while decoding, beside upstream's update; two GPUs or more.
 
-`python -m benchmarks.gpu.delta [--shape 8B] [--shares 0.001 0.01 0.1]`. A trainer on
-the next GPU changes a share of all elements by one unit in the last place, and sends
+`python -m benchmarks.gpu.delta [--shape 8B] [--arms device delta upstream]`. A trainer
+on the next GPU changes a share of all elements by one unit in the last place, and sends
 what has changed. Rounds of whole versions come before and after. The search for the
-changes is shown apart, as it runs on the trainer's GPU: an update begins with the
-engine's first call. docs/performance.md explains the figures.
+changes is shown apart, as it runs on the trainer's GPU: an update with a share begins
+with the engine's first call. docs/performance.md explains the figures.
 
-With `--staging delta` the engine has one set of weights and a log. It starts with the
-trainer's weights, and whole versions change as many elements as the delta in the
-middle.
+The arms run one after the other, each in an engine of its own:
+
+- `device`: two sets of weights.
+- `delta`: one set of weights and a log. It starts with the trainer's weights, and its
+  whole versions change as many elements as the delta in the middle.
+- `upstream`: vLLM without this package. It gets whole versions in a pause.
+
+More than one rank: `--ranks 2`, and further options of the engine with `--engine`.
+Without a GPU, `--shape tiny --backend inflight_gloo` tries the first two arms out.
+
+With `--trace` one update of each kind is traced afterwards, in the first two arms. The
+traces are kept in a file that `python -m benchmarks.gpu.trace` prints.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import gc
 import json
 import os
 import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.arm import Arm
 from benchmarks.figures import summary
-from benchmarks.gpu.arm import ENGINE, Trainer
-from benchmarks.gpu.trainer import SAVES
+from benchmarks.gpu.arm import ROLLBACK, TRACED
 from benchmarks.machine import facts
-from benchmarks.record import Plan
-from benchmarks.shapes import SHAPES, write_shape
+from benchmarks.process import arm
+from benchmarks.record import UPSTREAM, Plan, Record
+from benchmarks.shapes import GIVEN_RANKS, SAVES, SHAPES, require_gpus, write_shape
 
+DEVICE, DELTA = ARMS = "device", "delta"
+"""The arms of this package, by where they stage."""
 WHOLE = ""
 NUM_ROLLBACKS = 4
 
 
-async def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """The figures of every round."""
-    report: dict[str, Any] = {}
+def measure(name: str, options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    """Each round of an arm, and its figures."""
+    inflight: dict[str, Any] = {"staging": name if name == DELTA else "auto"}
+    environment = {}
+    whole, shares = WHOLE, options.shares if name in ARMS else []
+    if name == DELTA:
+        inflight["delta_gib"] = options.log_gib
+        environment[SAVES] = "1"
+        whole = f"whole {shares[len(shares) // 2]}"
+    environment["BENCH_INFLIGHT"] = json.dumps(inflight)
+    log = options.out / f"gpu-delta-{options.shape}-{name}.log"
     with tempfile.TemporaryDirectory() as folder:
-        path = str(write_shape(options.shape, Path(folder)))
-        is_logged = options.staging == "delta"
-        whole = f"whole {options.shares[len(options.shares) // 2]}" * is_logged
-        if is_logged:
-            os.environ[SAVES] = "1"
-        trainer = Trainer("inflight_nccl", path)
+        path = write_shape(options.shape, Path(folder))
+        started = time.monotonic()
+        with arm(name, "benchmarks.gpu.arm", path, log, environment) as process:
+            print(f"{name}: up in {time.monotonic() - started:.0f} s", flush=True)
 
-        async def update(engine: Any, share: str) -> dict[str, float]:
-            await trainer.send(engine, share)
-            assert trainer.called is not None
-            return trainer.facts | {"called": trainer.called}
+            def play(share: str, count: int) -> Record:
+                return process.carry_out(
+                    Plan(options.streams, 64, 0.5, [share] * count)
+                )
 
-        inflight = {"staging": options.staging}
-        if is_logged:
-            inflight["delta_gib"] = options.log_gib
-            await trainer.ready()
-        try:
-            arm = Arm(
-                path,
-                update,
-                load_format="auto" if is_logged else "dummy",
-                additional_config={"inflight": inflight},
-                dtype="bfloat16",
-                weight_transfer_config={"backend": "inflight_nccl"},
-                **(ENGINE | json.loads(options.engine)),
-            )
-            await trainer.join(arm.engine)
-            gc.collect()
-            gc.freeze()
             # At the first of these the model's loaders are recorded.
-            await arm.carry_out(Plan(options.streams, 64, 0.5, [whole] * 2))
-            rounds = [whole, *options.shares, whole]
-            for number, share in enumerate(rounds):
+            play(whole, 2)
+            for number, share in enumerate([whole, *shares, whole]):
                 if share != whole:
                     # After whole versions the trainer keeps none, so the first update
                     # is whole. At the first delta all parameters are brought up.
-                    await arm.carry_out(Plan(options.streams, 64, 0.5, [share] * 2))
-                plan = Plan(options.streams, 64, 0.5, [share] * options.updates)
-                found = figures(await arm.carry_out(plan))
-                name = share if share != whole else "whole" + " again" * bool(number)
-                report[name] = found
-                print(name, json.dumps(found), flush=True)
-            replies = [
-                await arm.engine.rollback_weights() for _ in range(NUM_ROLLBACKS)
-            ]
-            report["rollbacks"] = {
-                "gap_ms": median(reply["gap_ms"] for reply in replies)
-            }
-            print("rollbacks", json.dumps(report["rollbacks"]), flush=True)
-            arm.engine.shutdown()
-        finally:
-            trainer.end()
-    return report
+                    play(share, 2)
+                title = share if share != whole else "whole" + " again" * bool(number)
+                yield title, figures(play(share, options.updates))
+            if name in ARMS:
+                yield "rollbacks", figures(play(ROLLBACK, NUM_ROLLBACKS))
+            if name in ARMS and options.trace:
+                traces = {}
+                for share in [whole, *shares]:
+                    play(share, 1)  # it prepares for the next one
+                    (update,) = play(TRACED + share, 1).updates
+                    traces[share or "whole"] = update.facts["trace"]
+                file = options.out / f"gpu-delta-{options.shape}-{name}-trace.json"
+                file.write_text(json.dumps(traces))
 
 
-def figures(record: Any) -> dict[str, float]:
+def figures(record: Record) -> dict[str, Any]:
     """Medians over the updates of a round."""
     found = summary([record])
     told = [update.facts for update in record.updates]
@@ -107,22 +101,56 @@ def figures(record: Any) -> dict[str, float]:
     return found
 
 
+def run(options: argparse.Namespace, keep: Callable[[dict[str, Any]], object]) -> None:
+    """The rounds of every arm; `keep` gets those that there are after each one."""
+    found: dict[str, Any] = {}
+    for name in options.arms:
+        rounds = found[name] = {}
+        for title, of_round in measure(name, options):
+            rounds[title] = of_round
+            print(name, title, json.dumps(of_round), flush=True)
+            keep(found)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="8B")
+    parser.add_argument(
+        "--arms", nargs="+", choices=[*ARMS, UPSTREAM], default=[DEVICE]
+    )
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--updates", type=int, default=8, help="per round")
     parser.add_argument("--shares", nargs="+", default=["0.001", "0.01", "0.03"])
-    parser.add_argument("--staging", choices=["auto", "delta"], default="auto")
-    parser.add_argument("--log-gib", type=float, default=3.0, help="for delta staging")
+    parser.add_argument("--log-gib", type=float, default=3.0, help="for the arm delta")
+    parser.add_argument("--ranks", default="", help="of the engine, a GPU each")
+    parser.add_argument("--trace", action="store_true", help="one more of each kind")
     parser.add_argument("--engine", default="{}", help="more options, as JSON")
+    parser.add_argument(
+        "--backend",
+        choices=("inflight_nccl", "inflight_ipc", "inflight_gloo"),
+        default="inflight_nccl",
+        help="ours; upstream's is nccl",
+    )
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    report = {"machine": facts(), "rounds": asyncio.run(measure(options))}
-    staging = "-staging" if options.staging == "delta" else ""
-    file = options.out / f"gpu-delta{staging}-{options.shape}.json"
-    file.write_text(json.dumps(report, indent=1) + "\n")
+    os.environ |= {
+        GIVEN_RANKS: options.ranks,
+        "BENCH_ENGINE": options.engine,
+        "BENCH_BACKEND": options.backend,
+    }
+    if options.trace:  # how a function gets into the engine's process
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    gpus = require_gpus(options.shape)
+    given = {k: v for k, v in vars(options).items() if k != "out"}
+    report: dict[str, Any] = {"machine": facts() | {"gpus": gpus}, "options": given}
+    file = options.out / f"gpu-delta-{options.shape}.json"
+
+    def keep(found: dict[str, Any]) -> None:
+        file.write_text(json.dumps(report | {"arms": found}, indent=1) + "\n")
+
+    run(options, keep)
+    print(f"Written: {file}")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from vllm.inflight.worker.delta.destinations import KnownDestinations
 from vllm.inflight.worker.delta.device_writer import (
     DeviceWriter,
     copy_elements,
-    flat_place,
+    own_place,
 )
 from vllm.inflight.worker.shadow.change_log import ChangeLog
 from vllm.inflight.worker.shadow.changed_elements import ChangedElements
@@ -76,7 +76,7 @@ def measure(gib: float, share: float) -> dict[str, float]:
     )
     for part in parts:
         part.check([t.numel() for t in live.values()], [2] * len(live))
-    places = [flat_place(*each) for each in enumerate(live.values())]
+    places = [own_place(*each) for each in enumerate(live.values())]
     found = {"bytes": float(sum(part.num_bytes for part in parts))}
 
     found["decode"] = timed(lambda: [decode_unproved(part) for part in parts])

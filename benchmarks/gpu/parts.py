@@ -26,10 +26,9 @@ from benchmarks import stopwatch
 from benchmarks.arm import Arm
 from benchmarks.figures import summary
 from benchmarks.gpu.arm import Trainer
-from benchmarks.gpu.trainer import GPU
 from benchmarks.machine import facts
 from benchmarks.record import Plan
-from benchmarks.shapes import SHAPES, write_shape
+from benchmarks.shapes import SHAPES, TRAINER_GPU, write_shape
 
 TIMED = "timed"
 ROUNDS = (
@@ -170,9 +169,9 @@ def main() -> None:
     options = parser.parse_args()
     # How a function gets into the engine's process.
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-    os.environ[GPU] = str(min(1, torch.cuda.device_count() - 1))
+    os.environ[TRAINER_GPU] = str(min(1, torch.cuda.device_count() - 1))
     options.out.mkdir(parents=True, exist_ok=True)
-    machine = facts() | {"trainer_gpu": int(os.environ[GPU])}
+    machine = facts() | {"trainer_gpu": int(os.environ[TRAINER_GPU])}
     report = {"machine": machine, "rounds": asyncio.run(measure(options))}
     (options.out / "gpu-parts.json").write_text(json.dumps(report, indent=1) + "\n")
 

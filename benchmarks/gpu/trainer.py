@@ -1,8 +1,8 @@
 """The trainer of the GPU benchmark: it sends a model's weights on command.
 
-`python -m benchmarks.gpu.trainer BACKEND FOLDER HANDLE`, started by gpu_arm.py. Both
-arms use upstream's trainer engine of their backend. Its calls of the inference side
-pass through the pipe.
+`python -m benchmarks.gpu.trainer BACKEND FOLDER HANDLE`, started by arm.py. All arms
+use upstream's trainer interface, with the trainer engine of their backend. Its calls
+of the inference side pass through the pipe.
 """
 
 from __future__ import annotations
@@ -22,14 +22,10 @@ from vllm.distributed.weight_transfer.base import ParamMeta
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 from vllm.plugins import load_general_plugins
 
-from benchmarks.shapes import num_ranks
+from benchmarks.shapes import SAVES, TRAINER_GPU, num_ranks
 from vllm.inflight.releases.table import adapter
 
 SPREAD = 0.02
-GPU = "BENCH_TRAINER_GPU"
-"""In the environment: the trainer's, if it is not the one after the engine's."""
-SAVES = "BENCH_TRAINER_SAVES"
-"""In the environment: whether the weights become the checkpoint of the folder."""
 
 _Source: Any = adapter("weight source")
 
@@ -161,8 +157,10 @@ def init_info(backend: str, port: int, num_workers: int) -> Any:
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
         return NCCLTrainerInitInfo(**common)
-    from vllm.inflight.transport import NcclTrainerInitInfo
+    from vllm.inflight.transport import GlooTrainerInitInfo, NcclTrainerInitInfo
 
+    if backend == "inflight_gloo":
+        return GlooTrainerInitInfo(**common)
     return NcclTrainerInitInfo(**common)
 
 
@@ -170,8 +168,11 @@ def main(backend: str, folder: str, handle: str) -> None:
     """Join the group, then send a new version at every command."""
     pipe = Connection(int(handle))
     load_general_plugins()
-    device = torch.device("cuda", int(os.environ.get(GPU, num_ranks(folder))))
-    torch.cuda.set_device(device)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        number = int(os.environ.get(TRAINER_GPU, num_ranks(folder)))
+        device = torch.device("cuda", number)
+        torch.cuda.set_device(device)
     weights = Weights(folder, device)
     if os.environ.get(SAVES):
         weights.save(folder)
@@ -192,7 +193,8 @@ def main(backend: str, folder: str, handle: str) -> None:
             weights.change()
         else:
             weights.step(float(share))
-        torch.cuda.synchronize(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         deltas = getattr(engine, "deltas", None)
         if deltas is not None:
             # A whole version is sent from the weights themselves.

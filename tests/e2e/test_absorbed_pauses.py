@@ -14,14 +14,15 @@ from tests.e2e.test_out_of_band_writes import model_of
 from tests.e2e.test_sleep import says
 from tests.support.engines.bare_core import Streams, add, call, prompt, publish
 from tests.support.engines.core_door import Door
-from tests.support.engines.reference import Reference
 from tests.support.frameworks.core import beside_steps, extended_core
 from tests.support.frameworks.recorded import AReaL, PipelineRL, PrimeRL, SkyRL
 from vllm.inflight.engine.pause.absorption import Need
 
 pytestmark = pytest.mark.engine
 
-NUM_TOKENS = 900
+HAS_GPU = torch.cuda.is_available()
+NUM_TOKENS = 1900 if HAS_GPU else 900
+"""Of a request that has to outlive an update; a GPU takes a millisecond for each."""
 
 
 class Extension(PrimeRL, SkyRL, AReaL, PipelineRL):
@@ -35,15 +36,13 @@ class Extension(PrimeRL, SkyRL, AReaL, PipelineRL):
 
 @pytest.fixture(scope="module")
 def booted(folders: dict[str, Path]) -> Iterator[EngineCore]:
-    flags = {"additional_config": {"inflight": {"pauses": "absorb"}}}
-    name = f"{__name__}.Extension"
-    with extended_core(folders["old"], name, max_model_len=1024, **flags) as core:
+    flags: dict[str, Any] = {
+        "additional_config": {"inflight": {"pauses": "absorb"}},
+        "max_model_len": 2048 if HAS_GPU else 1024,
+        "enforce_eager": not HAS_GPU,
+    }
+    with extended_core(folders["old"], f"{__name__}.Extension", **flags) as core:
         yield core
-
-
-@pytest.fixture(scope="module")
-def reference(folders: dict[str, Path]) -> Reference:
-    return Reference(folders, torch.float32)
 
 
 def norms(folder: Path) -> dict[str, torch.Tensor]:
@@ -85,7 +84,7 @@ def test_a_frameworks_pause_around_its_adopted_update_stops_no_token(
     first, last = beside_steps(streams, sync)
     assert last > first, "tokens came while the engine was told to pause"
     assert enforced(core) == before
-    streams.run(1000)
+    streams.run(2000)
     labels_across(streams, "old", served(core)[0], NUM_TOKENS)
 
 
@@ -106,7 +105,7 @@ def test_a_worker_call_that_is_not_adopted_stops_every_step_meanwhile(
 
     beside_steps(streams, write)
     assert seen[0] == seen[1] and seen[0][1] is True
-    labels = streams.run(1000).stamps["runs"]
+    labels = streams.run(2000).stamps["runs"]
     assert labels[: seen[0][0]] == ["old"] * seen[0][0]
     assert set(labels[seen[0][0] :]) == {served(core)[0]}
 
@@ -140,7 +139,7 @@ def test_code_beside_the_engine_loads_while_no_step_runs(
     counts = beside_steps(streams, load)
     assert len(set(counts)) == 1, "a step ran between two tensors"
     assert enforced(core)[Need.LOAD] == before + 1
-    labels = streams.run(1000).stamps["runs"]
+    labels = streams.run(2000).stamps["runs"]
     assert set(labels[: counts[0]]) == {"old"}
     assert set(labels[counts[0] :]) == {served(core)[0]} != {"old"}
 
@@ -175,22 +174,25 @@ def test_an_update_of_several_calls_without_a_mark_is_committed_under_the_pause(
 
 
 def test_the_tokens_of_a_retracting_pause_are_those_of_their_versions(
-    core: EngineCore, folders: dict[str, Path], reference: Reference
+    core: EngineCore, folders: dict[str, Path]
 ) -> None:
     add(core, "r", prompt(1))
     streams = Streams(core).step(10)
     call(core, "pause", mode="retract", flush_cache=True)
     streams.step(5)
+    num_old = len(streams.tokens["r"]) + len(core.batch_queue or ())
+    assert num_old >= 14
     publish(core, folders["new"], "new")
     call(core, "resume")
     streams.run()
-    assert streams.stamps["r"] == ["old"] * 15 + ["new"] * 25
-    fresh = says_from(core, prompt(1) + streams.tokens["r"][:15])
-    assert streams.tokens["r"][15:] == fresh[:25]
+    num_new = 40 - num_old
+    assert streams.stamps["r"] == ["old"] * num_old + ["new"] * num_new
+    fresh = says_from(core, prompt(1) + streams.tokens["r"][:num_old], num_new)
+    assert streams.tokens["r"][num_old:] == fresh
 
 
-def says_from(core: EngineCore, text: list[int]) -> list[int]:
-    add(core, "again", text, max_tokens=25)
+def says_from(core: EngineCore, text: list[int], count: int) -> list[int]:
+    add(core, "again", text, max_tokens=count)
     return Streams(core).run().tokens["again"]
 
 

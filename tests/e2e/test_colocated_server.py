@@ -147,16 +147,28 @@ def by_upstreams_sleep(server: Server) -> None:
     assert server.client.post("/sleep?level=1&mode=keep").status_code == 200
 
 
-@pytest.mark.parametrize("fall_asleep", [by_mode, by_pause, by_upstreams_sleep])
+WAYS = [by_mode, by_pause, by_upstreams_sleep]
+
+
+@pytest.mark.parametrize("fall_asleep", WAYS)
 def test_streams_continue_with_tokens_of_the_weights_that_arrived_during_sleep(
     server: Server, new: Path, fall_asleep: Callable[[Server], None]
 ) -> None:
+    check_round(server, fall_asleep, lambda: update(server, new, "new"))
+
+
+def check_round(
+    server: Server,
+    fall_asleep: Callable[[Server], None],
+    bring: Callable[[], None],
+) -> None:
+    """Have streams live through a round in which `bring` makes the version `new`."""
     streams = streaming(server)
     fall_asleep(server)
     counts = settled(streams)
     assert max(counts) < TOKENS
     assert server.client.post(RESUME, json={"tags": ["weights"]}).status_code == 200
-    update(server, new, "new")
+    bring()
     assert server.client.post(RESUME, json={"tags": ["kv_cache"]}).status_code == 200
     server.client.post("/continue_generation")
     for stream in streams:

@@ -6,6 +6,7 @@ to serve just what the model says.
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -160,9 +161,9 @@ class History:
         self._llm.wake_up()
         self._before = None  # its memory was given back
 
-    def _damaged(self) -> None:
+    def _damaged(self, what: str | None = None) -> None:
         """A delta by hand that something happens to; then nothing changes."""
-        what = self._random.choice(DAMAGES)
+        what = what or self._random.choice(DAMAGES)
         options = {"max_part_bytes": 64 << 10, "values": "raw"}
         base, new = digest_of(self.served), self._step(0.3)
         manifest, parts = delta_between(self.served, new, base, **options)
@@ -292,6 +293,23 @@ def test_a_history_is_that_of_its_model(
     played(llm, History(llm, weights_of(folder), tmp_path, seed, **can), LENGTH)
 
 
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_delta_changes_nothing_and_the_next_one_works(
+    tiny: tuple[Any, Path, bool], tmp_path: Path, damage: str
+) -> None:
+    llm, folder, may_sleep = tiny
+    can = {"may_sleep": False, "has_log": not may_sleep}
+    history = History(llm, weights_of(folder), tmp_path, 0, **can)
+    for number in range(2):
+        history._delta()
+        history._damaged(damage)
+        history.check((damage, number))
+    if damage not in ("out of order", "other bits"):  # which may be a version
+        history._delta()
+        assert history.num_deltas == 3
+    history.close()
+
+
 def test_a_chain_of_fifty_deltas_with_rollbacks_between_them(
     tiny: tuple[Any, Path, bool], tmp_path: Path
 ) -> None:
@@ -309,9 +327,20 @@ def test_a_chain_of_fifty_deltas_with_rollbacks_between_them(
     history.close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("is_eager", [True, False], ids=["eager", "compiled"])
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "phi3", "gpt2", "olmo3"])
+FAMILIES = ("qwen3", "gemma2", "phi3", "gpt2", "olmo3")
+CORE = [("qwen3", False), ("gemma2", True), ("phi3", False)]
+"""With `CORE_OF_RANKS`, every pair of family, number of ranks, and way to run."""
+SHORT = 24
+"""Moves of a history of these."""
+
+
+@pytest.mark.parametrize(
+    ("family", "is_eager"),
+    [
+        pytest.param(*cell, marks=() if cell in CORE else pytest.mark.slow)
+        for cell in product(FAMILIES, (True, False))
+    ],
+)
 def test_families_have_histories_too(
     engine: tuple[Callable[..., Any], bool],
     tmp_path: Path,
@@ -321,20 +350,34 @@ def test_families_have_histories_too(
     made, may_sleep = engine
     llm, folder = made(family=family, enforce_eager=is_eager)
     can = {"may_sleep": False, "has_log": not may_sleep}
-    played(llm, History(llm, weights_of(folder), tmp_path, 5, **can), LENGTH)
+    length = SHORT if (family, is_eager) in CORE else LENGTH
+    played(llm, History(llm, weights_of(folder), tmp_path, 5, **can), length)
 
 
-SHARED_OUT = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+TWO = {"tensor_parallel_size": 2}
+SHARED_OUT = TWO | {"enable_expert_parallel": True}
+CORE_OF_RANKS = [("qwen3", True), ("gemma2", False), ("phi3", True)]
 
 
 @pytest.mark.parametrize(
     ("family", "ranks", "seed"),
     [
-        (None, {"tensor_parallel_size": 2}, 0),
-        pytest.param("qwen3_moe", SHARED_OUT, 1, marks=pytest.mark.slow),
-        pytest.param("deepseek_v3", SHARED_OUT, 2, marks=pytest.mark.slow),
+        pytest.param(None, TWO, 0, id="dense"),
+        *(
+            pytest.param(
+                family,
+                TWO | {"enforce_eager": is_eager},
+                3,
+                id=f"{family}-{'eager' if is_eager else 'compiled'}",
+                marks=() if (family, is_eager) in CORE_OF_RANKS else pytest.mark.slow,
+            )
+            for family, is_eager in product(FAMILIES, (True, False))
+        ),
+        pytest.param("qwen3_moe", SHARED_OUT, 1, marks=pytest.mark.slow, id="experts"),
+        pytest.param(
+            "deepseek_v3", SHARED_OUT, 2, marks=pytest.mark.slow, id="latent attention"
+        ),
     ],
-    ids=["dense", "experts", "latent attention"],
 )
 def test_a_history_of_two_ranks_with_delta_staging(
     start: Callable[..., Any],
@@ -345,7 +388,7 @@ def test_a_history_of_two_ranks_with_delta_staging(
     ranks: dict[str, Any],
     seed: int,
 ) -> None:
-    if family is not None and not CAN_UNPACK_EXPERTS:
+    if ranks is SHARED_OUT and not CAN_UNPACK_EXPERTS:
         pytest.skip("experts are packed")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     folder = checkpoint(0, **({} if family is None else {"family": family}))
@@ -358,6 +401,8 @@ def test_a_history_of_two_ranks_with_delta_staging(
         **ranks,
     )
     # A layer of experts is one parameter of all of them, so none comes alone.
-    without = () if family is None else ("subset",)
+    without = ("subset",) if ranks is SHARED_OUT else ()
     can = {"may_sleep": False, "has_log": True, "without": without}
-    played(llm, History(llm, weights_of(folder), tmp_path, seed, **can), LENGTH)
+    is_short = "enforce_eager" in ranks
+    history = History(llm, weights_of(folder), tmp_path, seed, **can)
+    played(llm, history, SHORT if is_short else LENGTH)

@@ -5,6 +5,7 @@ the engines here are started without packing, as a GPU never packs.
 """
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,13 @@ from tests.e2e.test_deltas import (  # noqa: F401 (tests, run here with delta st
     step,
     test_a_chain_of_deltas_equals_whole_versions,
     test_a_delta_from_another_version_is_rejected_at_once,
+    test_a_delta_is_committed_while_requests_run,
     test_a_delta_that_does_not_fit_what_is_served_is_followed_by_the_whole,
     test_a_flipped_bit_changes_nothing,
     test_a_lost_end_changes_nothing,
     test_a_lost_part_changes_nothing,
+    test_a_scrub_after_deltas_names_the_tensor_with_a_changed_bit,
+    test_a_trainer_in_float32_sends_what_changes_of_what_is_served,
     test_a_version_without_a_change_is_a_version,
     test_after_another_trainers_version_the_whole_one_is_sent,
     test_one_tensor_of_a_fused_parameter_may_change_alone,
@@ -54,6 +58,7 @@ from vllm.inflight.errors import (
 from vllm.inflight.trainer import Publisher
 from vllm.inflight.worker.memory.placement import Placement
 from vllm.inflight.worker.shadow import shadow_model
+from vllm.inflight.worker.staging.thread import StagingThread
 from vllm.inflight.worker.staging.worker import StagingWorker
 
 pytestmark = pytest.mark.engine
@@ -169,6 +174,17 @@ def test_tensors_in_float32_are_served_as_a_fresh_engine_casts_them(
     ]
     assert sent_in_turn[0] == sent_in_turn[2]
     assert sent_in_turn[0][1] == sent_in_turn[1][1]
+
+
+def test_a_delta_of_tensors_that_are_converted_names_both_dtypes(
+    on_old, weights, caplog
+):
+    masters = {name: tensor.float() for name, tensor in weights.items()}
+    with Publisher(on_old, masters) as to:
+        to.publish()
+        masters["model.norm.weight"][3] += 1
+        assert not to.publish().is_delta
+    assert "comes as float32 and is served as bfloat16" in caplog.text
 
 
 def test_an_aborted_update_changes_nothing(on_old, new):
@@ -297,6 +313,27 @@ def test_a_version_without_one_tensor_is_rejected_and_changes_nothing(
     save_file(new, tmp_path / "model.safetensors")
     with pytest.raises(WeightsMismatch, match="up_proj"):
         on_old.update_weights_from_disk(str(tmp_path))
+    assert tokens(on_old) == before
+
+
+def test_a_tensor_that_comes_twice_is_rejected_and_changes_nothing(
+    on_old, new, fresh, weights, tmp_path
+):
+    """A place that the log has twice would not come back at a rollback."""
+    before, name = tokens(on_old), "model.norm.weight"
+    for twice in (weights[name] + 1, weights[name] + 2):
+        save_file(stepped(weights, 1), tmp_path / "whole.safetensors")
+        save_file({name: twice}, tmp_path / "again.safetensors")
+        update_id = on_old.start_weight_update()["update_id"]
+        with pytest.raises(WeightsMismatch, match=f"{name}.*sent twice"):
+            for file in ("whole", "again"):
+                path = {"path": str(tmp_path / f"{file}.safetensors")}
+                on_old.update_weights(path, update_id=update_id)
+            on_old.finish_weight_update(update_id=update_id)
+        assert tokens(on_old) == before
+    on_old.update_weights_from_disk(str(new), "new")
+    assert greedy(on_old) == fresh
+    on_old.rollback_weights()
     assert tokens(on_old) == before
 
 
@@ -449,6 +486,142 @@ def updates_go_on_in_host_memory(llm, old, new, fresh, weights, tmp_path) -> Non
     assert llm.verify_weights()["result"] == "equal"
 
 
+FOR_ONE = {"staging": "delta", "delta_gib": 0.0002, "delta_host_gib": 0.01}
+"""A log with room beside the weights for one of `versions_for_one`, and not for two."""
+
+
+def versions_for_one(weights, num: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Versions, each a step away from the one before."""
+    for seed in range(1, num + 1):
+        weights = stepped(weights, seed, share=0.06)
+        yield weights
+
+
+def are_beside(llm: Any, memory: Any) -> set[bool]:
+    """Whether tensors lie in the log's memory beside the weights."""
+    return {shadow_of(llm).log._memory.has(tensor) for tensor in memory}
+
+
+def way_back_of(llm: Any) -> Any:
+    """The memory from which a rollback takes what it swaps."""
+    return worker_of(llm).vllm_inflight.stager.versions.before.flip._held
+
+
+def said_of(llm: Any) -> tuple[str, list[int]]:
+    return llm.weight_info()["digest"], tokens(llm)
+
+
+def goes_back_and_forth(llm: Any, before: Any, now: Any) -> None:
+    for expected_now in (before, now):
+        llm.rollback_weights()
+        assert said_of(llm) == expected_now
+
+
+def test_where_both_logs_find_no_room_the_way_back_moves_into_host_memory(
+    start, old, weights, tmp_path
+):
+    llm = delta_engine(start, old, inflight=FOR_ONE)
+    the_way_back_moves(llm, weights, tmp_path)
+
+
+def the_way_back_moves(llm, weights, tmp_path) -> None:
+    """Updates, deltas and whole ones, that have no room beside the one before."""
+    log = shadow_of(llm).log
+    files: list[Path] = []
+    for number, version in enumerate(versions_for_one(weights, 4)):
+        files.append(tmp_path / str(number) / "model.safetensors")
+        files[-1].parent.mkdir()
+        save_file(version, files[-1])
+    seen = [said_of(llm)]
+    for file in files[:3]:
+        llm.update_weights_from_disk(str(file), file.parent.name)
+        assert log.capacity / 2 < log.num_bytes <= log.capacity
+        assert are_beside(llm, log.entries.memory) == {True}
+        seen.append(said_of(llm))
+        assert are_beside(llm, way_back_of(llm)) == {True}
+        goes_back_and_forth(llm, *seen[-2:])
+    assert len({digest for digest, _ in seen[1:]}) == 3
+    for ended in (aborted, taken_back):
+        update_id = stage(llm, files[3].parent)
+        ended(llm, update_id)
+        assert "rollback_target" not in llm.abort_weight_update(update_id=update_id)
+        assert are_beside(llm, log.entries.memory) == {True}
+        assert are_beside(llm, way_back_of(llm)) == {False}
+        goes_back_and_forth(llm, *seen[-2:])
+    assert log.host_bytes <= log.host_capacity
+    bits = load_file(files[2])
+    with Publisher(llm, bits) as to:
+        to.publish("same bytes")
+        before = said_of(llm)
+        for number, version in enumerate(versions_for_one(bits, 3)):
+            for name, tensor in version.items():
+                bits[name].copy_(tensor)
+            assert to.publish(f"delta {number}").is_delta
+            assert are_beside(llm, log.entries.memory) == {True}
+            now = said_of(llm)
+            goes_back_and_forth(llm, before, now)
+            before = now
+    assert tokens_after_whole(llm, bits, tmp_path) == now[1]
+    assert llm.verify_weights()["result"] == "equal"
+
+
+@pytest.mark.parametrize(
+    ("owner", "point"),
+    [(StagingThread, "_between_moves"), (StagingWorker, "move_way_back")],
+    ids=["while it is copied", "when all of it is copied"],
+)
+def test_a_rollback_after_an_abort_in_the_middle_of_a_move_meets_the_way_back(
+    start, old, weights, tmp_path, monkeypatch, owner, point
+):
+    """What was copied is not what the log holds any more, and is never swapped in."""
+    llm = delta_engine(start, old, inflight=FOR_ONE)
+    first, seen = said_of(llm), []
+    for number, version in enumerate(versions_for_one(weights, 2)):
+        (tmp_path / str(number)).mkdir()
+        save_file(version, tmp_path / str(number) / "model.safetensors")
+    llm.update_weights_from_disk(str(tmp_path / "0"), "one")
+    now = said_of(llm)
+    reached, goes_on = threading.Event(), threading.Event()
+    original = getattr(owner, point)
+
+    def stopped(self: Any, *args: Any) -> Any:
+        seen.append(threading.current_thread())
+        reached.set()
+        assert goes_on.wait(60)
+        return original(self, *args)
+
+    update_id = llm.start_weight_update()["update_id"]
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, point, stopped)
+        request = {"path": str(tmp_path / "1")}
+        sender = threading.Thread(
+            target=update_in_vain, args=(llm, request, update_id), daemon=True
+        )
+        sender.start()
+        assert reached.wait(60)
+        with pytest.raises(InflightError):  # an update is under way
+            llm.rollback_weights()
+        llm.abort_weight_update(update_id=update_id)
+        llm.rollback_weights()
+        assert said_of(llm) == first
+        goes_on.set()
+        seen[0].join(60)
+        sender.join(60)
+    assert len(seen) == 1 and not seen[0].is_alive()
+    assert are_beside(llm, way_back_of(llm)) == {True}
+    goes_back_and_forth(llm, now, first)
+    llm.rollback_weights()
+    llm.update_weights_from_disk(str(tmp_path / "1"), "two")
+    last = said_of(llm)
+    goes_back_and_forth(llm, now, last)
+    assert llm.verify_weights()["result"] == "equal"
+
+
+def update_in_vain(llm: Any, request: dict[str, str], update_id: str) -> None:
+    with pytest.raises(InflightError):
+        llm.update_weights(request, update_id=update_id)
+
+
 def test_the_way_back_is_lost_where_both_logs_find_no_room_and_the_reply_says_so(
     start, old, new, fresh
 ):
@@ -499,6 +672,24 @@ def test_an_adapter_stays_loaded_over_an_update(start, old, new, tmp_path):
     assert said(llm, adapter) == expected
     llm.rollback_weights()
     assert said(llm, adapter) == before
+
+
+def test_deltas_reach_the_layers_of_adapters(start, old, weights, tmp_path):
+    llm = delta_engine(start, old, **ADAPTERS)
+    adapter, told = make_adapter(old, tmp_path), []
+    served = ADAPTERS["dtype"]
+    with Publisher(llm, weights, dtype=getattr(torch, served)) as to:
+        to.publish()
+        for seed in range(2):
+            step(weights, seed)
+            assert to.publish().is_delta
+            told.append(said(llm, adapter))
+        assert told[0][0] != told[0][1] != told[1][1]
+        to.rollback()
+        assert said(llm, adapter) == told[0]
+    with Publisher(llm, weights, dtype=getattr(torch, served), delta="off") as to:
+        to.publish()
+    assert said(llm, adapter) == told[1]
 
 
 def test_a_tied_head_changes_with_its_embedding(start, checkpoint, tmp_path):
@@ -586,17 +777,6 @@ def test_auto_serves_without_updates_where_the_loader_computes(
     with pytest.raises(StagingUnavailable, match="does not only copy"):
         llm.update_weights_from_disk(str(new), "new")
     assert greedy(llm)
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"), [("int8", {}), (None, {"quantization": "fp8_per_channel"})]
-)
-def test_an_engine_with_quantised_layers_does_not_start_and_names_what_updates_them(
-    start, checkpoint, kind, options
-):
-    updates_them = r"is quantised, and --inflight-staging device or host updates"
-    with pytest.raises(ConfigError, match=updates_them):
-        delta_engine(start, checkpoint(0, kind), **options)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU packs nothing")

@@ -1,6 +1,7 @@
 """Deltas into a real engine: tokens and digests equal those of whole versions."""
 
 from collections.abc import Callable, Iterator
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from vllm import SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
 
 from tests.support.deltas import delta_between, stepped
+from tests.support.engines.probe import outputs_during
 from tests.support.engines.script import run_script
 from vllm.inflight.errors import (
     BaseMismatch,
@@ -230,6 +232,34 @@ def test_when_most_has_changed_the_whole_version_is_sent(llm, weights):
         assert to.publish().is_delta
 
 
+def test_a_trainer_in_float32_sends_what_changes_of_what_is_served(
+    llm, weights, tmp_path
+):
+    """Every number of its weights changes at a step, and few of their roundings."""
+    random = torch.Generator().manual_seed(0)
+
+    def moved(tensor: torch.Tensor, by: float) -> torch.Tensor:
+        return tensor * (1 + by * torch.randn(tensor.shape, generator=random))
+
+    masters = {name: moved(tensor.float(), 1e-3) for name, tensor in weights.items()}
+
+    def rounded() -> dict[str, torch.Tensor]:
+        return {name: tensor.bfloat16() for name, tensor in masters.items()}
+
+    with Publisher(llm, masters, dtype=torch.bfloat16) as to:
+        assert not to.publish().is_delta
+        for _ in range(3):
+            before = rounded()
+            for tensor in masters.values():
+                tensor.copy_(moved(tensor, 1e-5))
+            num = sum(int((t != before[n]).sum()) for n, t in rounded().items())
+            assert 0 < num < sum(t.numel() for t in masters.values()) / 50
+            outcome = to.publish()
+            assert outcome.is_delta and outcome.num_bytes < 4 * num + 8000
+        found = outcome.digest, tokens(llm)
+    assert found == expected(llm, rounded(), tmp_path)
+
+
 def test_one_tensor_of_a_fused_parameter_may_change_alone(llm, weights, tmp_path):
     with Publisher(llm, weights) as to:
         to.publish()
@@ -238,6 +268,48 @@ def test_one_tensor_of_a_fused_parameter_may_change_alone(llm, weights, tmp_path
         outcome = to.publish()
         assert outcome.is_delta
         found = outcome.digest, tokens(llm)
+    assert found == expected(llm, weights, tmp_path)
+
+
+def test_a_scrub_after_deltas_names_the_tensor_with_a_changed_bit(llm, weights):
+    name = "model.layers.1.input_layernorm.weight"
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    with Publisher(llm, weights) as to:
+        to.publish()
+        for seed in range(2):
+            step(weights, seed)
+            assert to.publish().is_delta
+        for _ in range(3):  # the last delta, the version before it, and again
+            assert llm.verify_weights()["result"] == "equal"
+            bits = worker.model_runner.model.get_parameter(name).data.view(torch.int16)
+            bits[5] ^= 1  # as memory that fails
+            int(bits[5])  # on a GPU it is written then
+            try:
+                assert llm.verify_weights()["different"] == [name]
+            finally:
+                bits[5] ^= 1
+                int(bits[5])
+            to.rollback()
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+def test_a_delta_is_committed_while_requests_run(llm, weights, tmp_path, mode):
+    replies = []
+    with Publisher(llm, weights) as to:
+        to.publish("base")
+        step(weights, 1)
+        outputs = outputs_during(
+            lambda: replies.append(to.publish("delta", mode=mode)),
+            llm,
+            4,
+            repeat(SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)),
+        )
+    assert replies[0].is_delta
+    spans = [span for o in outputs for span in o.outputs[0].weight_versions]
+    assert {"base"} <= {span.version for span in spans} <= {"base", "delta"}
+    reasons = {output.outputs[0].finish_reason for output in outputs}
+    assert ("abort" in reasons) == (mode == "abort")
+    found = llm.weight_info()["digest"], tokens(llm)
     assert found == expected(llm, weights, tmp_path)
 
 

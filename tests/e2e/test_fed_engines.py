@@ -15,6 +15,8 @@ from tests.support.engines.script import run_script
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
+NUM_ENGINES = {"two_engines": 2, "seven_engines": 7}
+"""Of the kinds that have more than one."""
 CODES = {"files": "malformed"}
 """Of a refusal; other sources send a name that the model does not know."""
 
@@ -28,7 +30,7 @@ def feed(
     """
     spawned = env is not None
     seen = run_script("fed_engine", kind, old, new, *sources, env=env, spawned=spawned)
-    num_engines = 2 if kind == "two_engines" else 1
+    num_engines = NUM_ENGINES.get(kind, 1)
     of_new, of_old = seen["fresh"] * num_engines, seen["old"]
     for rank, before in zip(of_new, of_old, strict=True):
         assert rank != before and rank.keys() == before.keys()
@@ -47,7 +49,7 @@ def feed(
         assert told["versions"] > 1, f"{source}: no request lived through a version"
 
 
-@pytest.mark.parametrize("kind", ["llm", "async_llm", "two_engines"])
+@pytest.mark.parametrize("kind", ["llm", "async_llm", "two_engines", "two_ranks"])
 def test_every_rank_serves_the_weights_from_files_and_from_a_trainer(
     old: Path, new: Path, kind: str
 ) -> None:

@@ -154,7 +154,7 @@ def test_an_out_of_band_write_begins_a_version(
     assert says(core, "after") == wanted[1]
     after = call(core, "info")
     assert after["epoch"] > before["epoch"]
-    assert after["weight_version"] == f"update-{after['epoch']}"
+    assert after["weight_version"] == f"untracked-{after['epoch']}"
     assert (after["digest"], after["previous"]) == (None, None)
     assert (after["weights"], after["weights_detail"]) == ("live", None)
     assert call(core, "source")["path"] is None

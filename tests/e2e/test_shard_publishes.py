@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests.support.engines.publishing_ranks import PublishingRanks
@@ -95,6 +96,21 @@ def test_ranks_publish_what_has_changed_in_their_shards(
     outcome, _ = ranks.publish(chain[3])
     assert outcome.is_delta and served(server) == wholes[3]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_in_float32_publish_what_has_changed_of_what_is_served(
+    server: Server,
+    ranks: PublishingRanks,
+    chain: list[Path],
+    wholes: list[tuple[str, list[int]]],
+) -> None:
+    ranks.connect(dtype=torch.bfloat16)
+    for number, folder in enumerate(chain):
+        outcome, gathered = ranks.publish(folder)
+        assert outcome.is_delta == (number > 0)
+        assert (outcome.num_bytes < size(folder) / 4) == outcome.is_delta
+        assert 0 < gathered < size(folder) / 8 or not number
+        assert served(server) == wholes[number]
 
 
 def test_a_skip_and_a_subset_are_those_of_all_ranks(

@@ -1,16 +1,21 @@
 """Tied heads that a checkpoint has all the same: vLLM looks whether they differ."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from vllm.config.weight_transfer import WeightTransferConfig
 
+from tests.support.deltas import stepped
 from tests.support.engines.mixtures import mixed, part
 from tests.support.engines.probe import greedy
+from tests.support.engines.unpacked import unpacked
 from vllm.inflight.errors import WeightsMismatch
+from vllm.inflight.trainer import Publisher
 
 pytestmark = pytest.mark.engine
 
@@ -93,3 +98,56 @@ def test_a_tied_head_that_is_not_the_embedding_is_rejected(
     assert greedy(llm) == before
     llm.update_weights_from_disk(str(tied[1]), "new")
     assert greedy(llm) != before
+
+
+@pytest.mark.parametrize("staging", ["auto", "delta"])
+@pytest.mark.parametrize("had_head", [False, True], ids=["without", "with"])
+def test_deltas_change_a_tied_head_with_its_embedding(
+    start: Callable[..., Any],
+    tied: tuple[Path, Path],
+    tmp_path: Path,
+    staging: str,
+    had_head: bool,
+) -> None:
+    """A trainer that gathers its state dict has the head as a tensor of its own."""
+    folder = with_head(tmp_path / "old", tied[0], is_copy=True) if had_head else tied[0]
+    weights = load_file(folder / "model.safetensors")
+
+    def step(seed: int) -> None:
+        weights.update(stepped(weights, seed))
+        weights[HEAD] = weights[EMBEDDING].clone()
+
+    # A GPU packs nothing.
+    is_packed = staging == "delta" and not torch.cuda.is_available()
+    with unpacked() if is_packed else nullcontext():
+        llm = start(
+            folder,
+            additional_config={"inflight": {"staging": staging, "delta_gib": 0.02}},
+            weight_transfer_config=WeightTransferConfig(backend="local"),
+        )
+        with Publisher(llm, weights) as to:
+            step(0)
+            assert not to.publish("whole").is_delta
+            told = []
+            for seed in (1, 2, 3):
+                step(seed)
+                assert to.publish(f"delta-{seed}").is_delta
+                told.append((llm.weight_info()["digest"], greedy(llm)))
+            to.rollback()
+            assert (llm.weight_info()["digest"], greedy(llm)) == told[-2]
+            to.rollback()
+            assert llm.verify_weights()["result"] == "equal"
+            kept = weights[EMBEDDING].clone()
+            weights[EMBEDDING].view(torch.int16)[7] += 1
+            with pytest.raises(WeightsMismatch, match=f"{HEAD}.*embedding"):
+                to.publish("another embedding alone")
+            weights[EMBEDDING].copy_(kept)
+            assert (llm.weight_info()["digest"], greedy(llm)) == told[-1]
+            step(4)
+            to.publish("again")
+            step(5)
+            assert to.publish("a delta again").is_delta
+        said = llm.weight_info()["digest"], greedy(llm)
+        with Publisher(llm, weights, delta="off") as to:
+            to.publish("whole")
+        assert (llm.weight_info()["digest"], greedy(llm)) == said

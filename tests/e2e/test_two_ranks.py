@@ -89,7 +89,7 @@ def test_an_extensions_write_on_two_ranks_begins_a_version(
 ) -> None:
     own = seen["own"]
     (label, digest, weights), said = own["after writing"]
-    assert label.startswith("update-") and (digest, weights) == (None, "live")
+    assert label.startswith("untracked-") and (digest, weights) == (None, "live")
     assert said == seen["before"]
     assert own["way back"] == "nothing_to_roll_back"
 

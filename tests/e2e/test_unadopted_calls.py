@@ -69,7 +69,7 @@ def test_with_adopt_off_each_call_writes_into_the_live_weights(
     )
     assert says(core, "after") == expected
     label, epoch, digest = served(core)
-    assert (label, digest) == (f"update-{epoch}", None)
+    assert (label, digest) == (f"untracked-{epoch}", None)
     assert epoch == before + 25
     assert call(core, "info")["previous"] is None
 

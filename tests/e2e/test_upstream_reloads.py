@@ -54,7 +54,7 @@ def test_a_subset_after_a_reload_is_a_subset_of_what_was_reloaded(
     reload(core, third)
     after = call(core, "info")
     assert (after["epoch"], after["weights"]) == (before["epoch"] + 1, "live")
-    assert after["weight_version"] == f"update-{after['epoch']}"
+    assert after["weight_version"] == f"untracked-{after['epoch']}"
     assert (after["digest"], after["previous"]) == (None, None)
     assert refused(core, "rollback") == "nothing_to_roll_back"
     assert call(core, "source")["path"] is None

@@ -9,9 +9,11 @@ from vllm.v1.engine.core import EngineCore
 
 from tests.e2e.test_adoption import served
 from tests.e2e.test_sleep import says
+from tests.e2e.test_upstream_reloads import parameters
 from tests.support.engines.bare_core import call, publish
 from tests.support.frameworks.core import extended_core
-from vllm.inflight.errors import EngineFault
+from tests.support.frameworks.own import WAYS
+from vllm.inflight.errors import Conflict, EngineFault
 from vllm.inflight.frameworks.table import known_calls
 
 pytestmark = pytest.mark.engine
@@ -74,3 +76,26 @@ def test_a_method_that_needs_the_thread_of_an_earlier_call_fails_and_changes_not
     with pytest.raises(EngineFault, match=r"tests_push_from_here .* 'folder'"):
         core.collective_rpc("tests_push_from_here")
     assert served(core) == before and says(core, "after") == said
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("catches", [False, True], ids=["raises", "catches"])
+def test_a_write_past_the_loader_is_rejected_by_name_and_changes_nothing(
+    core: EngineCore, folders: dict[str, Path], way: str, catches: bool
+) -> None:
+    """It would be served under the digest of what was loaded."""
+    publish(core, folders["new"], "new")
+    publish(core, folders["old"], "old")
+    before, said, held = served(core), says(core, "before"), parameters(core)
+    core.collective_rpc("tests_keep_model")
+    told = str(folders["new"]), way, catches
+    with pytest.raises(Conflict, match=r"the live model|of the shadow model") as raised:
+        core.collective_rpc("tests_push_and_write", args=told)
+    assert ("the live model" in way) == ("the live model" in str(raised.value))
+    assert served(core) == before and says(core, "after") == said
+    assert parameters(core) == held
+    assert call(core, "status")["active"] is None
+    (result,) = core.collective_rpc("tests_push", args=(str(folders["new"]),))
+    assert result["path"] == folders["new"]
+    assert call(core, "rollback")["weight_version"] == "old"
+    assert says(core, "rolled back") == said

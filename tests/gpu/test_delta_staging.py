@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.e2e.test_delta_staging import (  # noqa: F401 (tests, run here on a GPU)
+    FOR_ONE,
     OVERFLOWING,
     delta_engine,
     on_old,
@@ -21,12 +22,18 @@ from tests.e2e.test_delta_staging import (  # noqa: F401 (tests, run here on a G
     test_a_call_of_the_workers_that_writes_ends_the_update_and_the_next_one_is_whole,
     test_a_chain_of_deltas_equals_whole_versions,
     test_a_delta_from_another_version_is_rejected_at_once,
+    test_a_delta_is_committed_while_requests_run,
+    test_a_delta_of_tensors_that_are_converted_names_both_dtypes,
     test_a_delta_that_does_not_fit_what_is_served_is_followed_by_the_whole,
     test_a_delta_whose_proof_fails_keeps_the_way_back,
     test_a_flipped_bit_changes_nothing,
     test_a_lost_end_changes_nothing,
     test_a_lost_part_changes_nothing,
+    test_a_rollback_after_an_abort_in_the_middle_of_a_move_meets_the_way_back,
+    test_a_scrub_after_deltas_names_the_tensor_with_a_changed_bit,
     test_a_subset_leaves_the_rest_as_it_is_served,
+    test_a_tensor_that_comes_twice_is_rejected_and_changes_nothing,
+    test_a_trainer_in_float32_sends_what_changes_of_what_is_served,
     test_a_version_without_a_change_is_a_version,
     test_a_version_without_one_tensor_is_rejected_and_changes_nothing,
     test_after_another_trainers_version_the_whole_one_is_sent,
@@ -42,6 +49,7 @@ from tests.e2e.test_delta_staging import (  # noqa: F401 (tests, run here on a G
     test_weights_that_a_failed_call_has_lost_are_filled_by_the_next_version,
     test_when_most_has_changed_the_whole_version_is_sent,
     test_whole_versions_and_rollbacks_equal_a_fresh_engine,
+    the_way_back_moves,
     tokens,
     updates_go_on_in_host_memory,
     weights,
@@ -143,6 +151,18 @@ def test_an_update_larger_than_the_log_goes_on_in_host_memory(
 ) -> None:
     llm = delta_engine(start, old, inflight=OVERFLOWING, enforce_eager=False)
     updates_go_on_in_host_memory(llm, old, new, fresh, weights, tmp_path)
+
+
+def test_where_both_logs_find_no_room_the_way_back_moves_into_page_locked_memory(
+    start,
+    old,
+    weights,  # noqa: F811 (the fixture)
+    tmp_path,
+) -> None:
+    llm = delta_engine(start, old, inflight=FOR_ONE, enforce_eager=False)
+    the_way_back_moves(llm, weights, tmp_path)
+    blocks = shadow_of(llm).log._blocks
+    assert blocks and all(block.memory.is_pinned() for block in blocks)
 
 
 def test_the_way_back_is_lost_where_both_logs_find_no_room_and_the_reply_says_so(

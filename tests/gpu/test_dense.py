@@ -71,7 +71,7 @@ def entries(live: dict[str, torch.Tensor]) -> dict[str, Entry]:
 def logged(log: ChangeLog) -> dict[str, list[tuple[int, int]]]:
     """Offsets and bits of each parameter, in order."""
     found: dict[str, list[tuple[int, int]]] = {}
-    for stretch in log.stretches:
+    for stretch in log.entries.stretches:
         pairs = zip(stretch.offsets.tolist(), stretch.bits.tolist(), strict=True)
         found.setdefault(stretch.param, []).extend(pairs)
     return {param: sorted(pairs) for param, pairs in found.items()}
@@ -150,7 +150,7 @@ def test_equal_tensors_leave_the_log_empty():
     tensors = {name: tensors[name] for name in ("whole", "odd")}
     tensors = {n: live[n].reshape(t.shape).clone() for n, t in tensors.items()}
     log = compared(live, tensors, "cuda")
-    assert log.num_elements == 0 and not log.stretches
+    assert log.num_elements == 0 and not log.entries.stretches
 
 
 def test_a_memory_that_is_not_aligned_is_compared():
@@ -173,7 +173,7 @@ def test_a_logged_place_beyond_the_parameter_is_not_written(offset):
     came = dense.Came("whole", known, tensors["whole"].cuda())
     dense.Comparison(log, on_gpu, KnownDestinations()).log_differences([came])
     swap = Swap(log, on_gpu)
-    log.stretches[0].offsets[3] = offset
+    log.entries.stretches[0].offsets[3] = offset
     with pytest.raises(RuntimeError, match="other bits than were staged"):
         swap()
     assert torch.equal(

@@ -29,6 +29,18 @@ pytestmark = [
 
 SHAPE = {"hidden": 1024, "layers": 4}
 SCALE = "model.layers.3.mlp.down_proj.weight_scale"
+KINDS = [
+    (None, "fp8"),
+    (None, "fp8_per_channel"),
+    (None, "fp8_per_block"),
+    ("fp8-tensor", None),
+    ("fp8-channel", None),
+    ("fp8-block", None),
+    ("int8", None),
+    ("int4", None),
+    ("int4-wide", None),
+]
+"""Checkpoints, and what an engine makes of one in bf16 by itself."""
 
 
 @pytest.fixture
@@ -49,21 +61,7 @@ def folder(checkpoint: Callable[..., Path]) -> Callable[[int, str | None], Path]
 
 
 @pytest.mark.parametrize("is_eager", [True, False], ids=["eager", "graphs"])
-@pytest.mark.parametrize(
-    ("kind", "quantization"),
-    [
-        (None, "fp8"),
-        (None, "fp8_per_channel"),
-        (None, "fp8_per_block"),
-        ("fp8-tensor", None),
-        ("fp8-channel", None),
-        ("fp8-block", None),
-        ("int8", None),
-        ("int4", None),
-        ("int4-wide", None),
-    ],
-    ids=lambda value: str(value),
-)
+@pytest.mark.parametrize(("kind", "quantization"), KINDS, ids=lambda value: str(value))
 def test_quantised_weights_equal_a_fresh_engine_after_every_commit_and_rollback(
     start: Callable[..., Any],
     folder: Callable[[int, str | None], Path],
@@ -77,6 +75,25 @@ def test_quantised_weights_equal_a_fresh_engine_after_every_commit_and_rollback(
     fresh = greedy(start(new, **options))
     llm = start(old, **options, additional_config={"inflight": {"staging": "device"}})
     commits_and_rollbacks(llm, old, new, fresh)
+
+
+@pytest.mark.parametrize("is_eager", [True, False], ids=["eager", "graphs"])
+@pytest.mark.parametrize(("kind", "quantization"), KINDS, ids=lambda value: str(value))
+def test_quantised_weights_equal_a_fresh_engine_with_delta_staging(
+    start: Callable[..., Any],
+    folder: Callable[[int, str | None], Path],
+    admitted: Admitted,
+    kind: str | None,
+    quantization: str | None,
+    is_eager: bool,
+) -> None:
+    old, new = folder(0, kind), folder(1, kind)
+    options = {"enforce_eager": is_eager, "quantization": quantization}
+    fresh = greedy(start(new, **options))
+    inflight = {"staging": "delta", "delta_gib": 1}
+    llm = start(old, **options, additional_config={"inflight": inflight})
+    commits_and_rollbacks(llm, old, new, fresh)
+    assert llm.verify_weights()["result"] == "equal"
 
 
 def test_quantised_weights_flip_under_load_and_a_missing_scale_is_rejected(

@@ -104,8 +104,10 @@ def bucket(named: dict[str, torch.Tensor], patched: pytest.MonkeyPatch) -> str:
     return pickled({"flattened_tensor": flat, "metadata": parts})
 
 
-def send(server: Server, entry: str, label: str, **more: Any) -> Any:
-    body = {"serialized_named_tensors": [entry], "weight_version": label} | more
+def send(server: Server, entry: str | list[str], label: str, **more: Any) -> Any:
+    """One entry for all ranks, or a list with one for each."""
+    entries = [entry] if isinstance(entry, str) else entry
+    body = {"serialized_named_tensors": entries, "weight_version": label} | more
     reply = server.post("/update_weights_from_tensor", body)
     assert reply["success"], json.dumps(reply)
     return reply

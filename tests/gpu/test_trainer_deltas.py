@@ -103,6 +103,14 @@ def test_ranks_of_a_trainer_send_what_has_changed_in_their_shards(
     from vllm.config.weight_transfer import WeightTransferConfig
 
     llm = start(old, weight_transfer_config=WeightTransferConfig(backend=backend))
+    with FarRanks(llm, old, tmp_path / "store", size, backend, group) as far:
+        check_shards(llm, far, old, chain, size)
+
+
+def check_shards(
+    llm: Any, far: FarRanks, old: Path, chain: list[Path], size: int
+) -> None:
+    """Fail unless deltas that `size` ranks found are served as whole versions are."""
 
     def served() -> tuple[str, list[list[int]]]:
         return llm.weight_info()["digest"], greedy(llm)
@@ -111,19 +119,18 @@ def test_ranks_of_a_trainer_send_what_has_changed_in_their_shards(
     whole = sum(
         tensor.nbytes for tensor in load_file(old / "model.safetensors").values()
     )
-    with FarRanks(llm, old, tmp_path / "store", size, backend, group) as far:
-        for number, folder in enumerate(chain):
-            if number == 3:
-                llm.rollback_weights()  # the base is another one then
-            sent = far.send(folder)
-            assert sent.is_delta == (number not in (0, 3))
-            assert (sent.num_bytes < whole / 4) == sent.is_delta
-            # Each rank but the first brings its changes alone.
-            assert (sent.gathered_bytes > 0) == (size > 1 and number > 0)
-            assert sent.gathered_bytes < whole / 8
-            found.append(served())
-        same = far.send(chain[-1])
-        assert same.is_delta and served() == found[-1]
+    for number, folder in enumerate(chain):
+        if number == 3:
+            llm.rollback_weights()  # the base is another one then
+        sent = far.send(folder)
+        assert sent.is_delta == (number not in (0, 3))
+        assert (sent.num_bytes < whole / 4) == sent.is_delta
+        # Each rank but the first brings its changes alone.
+        assert (sent.gathered_bytes > 0) == (size > 1 and number > 0)
+        assert sent.gathered_bytes < whole / 8
+        found.append(served())
+    same = far.send(chain[-1])
+    assert same.is_delta and served() == found[-1]
     for folder in chain:
         llm.update_weights_from_disk(str(folder))
         wholes.append(served())

@@ -40,6 +40,7 @@ METRICS_REPLY = Counters().to_dict() | {
     **{"wire_window_bytes": 0, "wire_bucket_wait_ms": 0, "leases_expired": 0},
     **{"outcomes": {"committed": 1}, "scrubs": {"equal": 1}},
     **{"requests": {"retracted": 1}, "pause_s": {"in_place": 1}},
+    **{"outside_writes": {"load_mine": 1}},
 }
 """What an engine reports to the call `metrics`, with a value for every label."""
 

@@ -122,7 +122,7 @@ def test_a_write_outside_of_any_call_is_detected_before_the_next_step(
     worker.board.touch()
     streams.step(9)
     label = call(core, "info")["weight_version"]
-    assert label.startswith("update-")
+    assert label.startswith("untracked-")
     add(core, "comes", prompt(1), max_tokens=20)
     streams.run()
     assert_told_truly(core, streams, ["default", label].__getitem__)

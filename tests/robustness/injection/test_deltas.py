@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from vllm.config.weight_transfer import WeightTransferConfig
 
+from tests.e2e.test_delta_staging import FOR_ONE, delta_engine, versions_for_one
 from tests.e2e.test_deltas import Sent, step, tokens
 from tests.support.engines.unpacked import unpacked
 from vllm.inflight.errors import InflightError
@@ -29,6 +30,7 @@ from vllm.inflight.worker.delta.whole_tensors import DeltaTensors
 from vllm.inflight.worker.delta.writer import DeltaWriter
 from vllm.inflight.worker.shadow.change_log import ChangeLog
 from vllm.inflight.worker.shadow.swap import Swap
+from vllm.inflight.worker.staging.worker import StagingWorker
 
 pytestmark = pytest.mark.engine
 
@@ -50,6 +52,13 @@ POINTS: dict[str, dict[str, tuple[Any, str]]] = {
     },
 }
 """Where a delta passes, by the staging of the engine."""
+MOVES = {
+    "find room": (ChangeLog, "_moves"),
+    "copy": (ChangeLog, "_copy"),
+    "make the swap": (Swap, "of"),
+    "moved": (StagingWorker, "move_way_back"),
+}
+"""Where a delta passes that has no room beside the weights with the way back there."""
 FAULTS = (RuntimeError, torch.OutOfMemoryError, MemoryError)
 
 
@@ -132,6 +141,46 @@ def test_a_fault_changes_nothing_and_the_same_delta_works_afterwards(
     assert served(llm) == before
     llm.rollback_weights()
     assert served(llm) == after
+
+
+@pytest.fixture(scope="module")
+def tight(staging: str, start: Callable[..., Any], old: Path) -> Any:
+    """An engine whose log has no room beside the weights for two updates."""
+    backend = WeightTransferConfig(backend="local")
+    return delta_engine(start, old, inflight=FOR_ONE, weight_transfer_config=backend)
+
+
+@pytest.mark.parametrize("staging", [LOG], indirect=True)
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("point", MOVES)
+def test_a_fault_as_the_way_back_moves_keeps_it_and_the_same_version_works_afterwards(
+    tight: Any,
+    staging: str,
+    weights: dict[str, torch.Tensor],
+    tmp_path: Path,
+    injected: Callable[..., list[str]],
+    point: str,
+    fault: type[Exception],
+) -> None:
+    file = tmp_path / "model.safetensors"
+    seen = []
+    for number, version in enumerate([weights, *versions_for_one(weights, 2)]):
+        save_file(version, file)
+        if number == 2:
+            hit = injected(*MOVES[point], fault)
+            with pytest.raises(InflightError):
+                tight.update_weights_from_disk(str(file), "in vain")
+            assert hit, "the point was not reached"
+            for expected in seen:
+                tight.rollback_weights()
+                assert served(tight) == expected
+        tight.update_weights_from_disk(str(file), str(number))
+        seen.append(served(tight))
+    assert len({digest for _, digest, _ in seen}) == 3
+    tight.rollback_weights()
+    assert served(tight) == seen[1]
+    tight.rollback_weights()
+    assert served(tight) == seen[2]
 
 
 @of_staging

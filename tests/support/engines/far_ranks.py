@@ -84,6 +84,7 @@ class FarRanks(FarTrainer):
         size: how many there are; on GPUs, each has one of its own.
         backend: `inflight_gloo`, `inflight_nccl` or `inflight_ipc`.
         group: what torch's group of the ranks is made of.
+        num_workers: of the engine.
 
     """
 
@@ -95,12 +96,13 @@ class FarRanks(FarTrainer):
         size: int,
         backend: str = "inflight_gloo",
         group: str = "gloo",
+        num_workers: int = 1,
     ) -> None:
         self._llm, self.silent = llm, nursery.Event()
         common: dict[str, Any] = {"store": f"file://{store}", "bucket_bytes": 1 << 16}
         if not backend.endswith("ipc"):
             common |= {"master_address": HOST, "master_port": free_port()}
-            common["world_size"] = 2
+            common["world_size"] = 1 + num_workers
         self._pipes, self._processes = [], []
         for rank in range(size):
             pipe, theirs = nursery.Pipe()

@@ -2,10 +2,10 @@
 
 Usage: python -m tests.support.engines.fed_engine KIND OLD NEW SOURCE...
 
-KIND is `llm`, `async_llm`, `two_engines` of data parallelism, or `two_ranks` of tensor
-parallelism in an `LLM`. A SOURCE is `files` or a backend of a trainer's process. For
-each of them this tells the digests of every rank after versions came, after a rollback,
-and after one rank refused what it got.
+KIND is `llm`, `async_llm`, `two_engines` or `seven_engines` of data parallelism, or
+`two_ranks` of tensor parallelism in an `LLM`. A SOURCE is `files` or a backend of a
+trainer's process. For each of them this tells the digests of every rank after versions
+came, after a rollback, and after one rank refused what it got.
 """
 
 import os
@@ -178,6 +178,7 @@ KINDS: dict[str, tuple[type[Engine], dict[str, Any]]] = {
     "llm": (Blocking, {}),
     "async_llm": (Async, {}),
     "two_engines": (Async, {"data_parallel_size": 2}),
+    "seven_engines": (Async, {"data_parallel_size": 7}),
     "two_ranks": (
         Blocking,
         {"tensor_parallel_size": 2, "enforce_eager": not torch.cuda.is_available()},

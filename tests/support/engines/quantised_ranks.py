@@ -19,6 +19,7 @@ from tests.support.engines.script import OPTIONS, tell
 
 WEIGHT = "model.layers.1.mlp.down_proj.weight"
 SCALE = f"{WEIGHT}_scale"
+EXTENSION = {"worker_extension_cls": "tests.support.engines.transport.Extension"}
 
 
 def main(old: str, new: str, options: dict[str, Any]) -> None:
@@ -29,8 +30,7 @@ def main(old: str, new: str, options: dict[str, Any]) -> None:
         llm = LLM(
             folder,
             weight_transfer_config=WeightTransferConfig(backend="other"),
-            worker_extension_cls="tests.support.engines.transport.Extension",
-            **(OPTIONS | options),
+            **(OPTIONS | EXTENSION | options),
         )
         if "pipeline_parallel_size" in options:
             llm.collective_rpc("tests_make_room")

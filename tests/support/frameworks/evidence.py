@@ -41,6 +41,7 @@ class Evidence:
 
 
 RECORDED = (Evidence(RECORDING, CPU, "e2e/test_adopted_recordings.py"),)
+DECLARED = (Evidence(RECORDING, CPU, "e2e/test_declared_writes.py"),)
 OF_SWIFT = (Evidence(RECORDING, CPU, "e2e/test_adopted_swift.py"),)
 
 
@@ -78,14 +79,17 @@ SEEN: dict[tuple[str, str, tuple[str, ...]], tuple[Evidence, ...]] = {
         Evidence(EXTENSION, CPU, TRAINERS, PRIME_RL),
     ),
     ("prime-rl", "update_weights_from_path", ("weight_dir",)): RECORDED,
+    ("prime-rl", "update_weights_from_path", ("apply_transfer_plan",)): DECLARED,
+    ("NeMo-RL", "nccl_reshard_refit", ()): DECLARED,
+    ("NeMo-RL", "update_weights_from_decoded_sparse_payload", ()): DECLARED,
 }
-"""Framework, method and, where two rows share those, parameters → what ran. The other
-frameworks were recorded."""
+"""Framework, method and, where two rows share those, parameters or methods besides →
+what ran. The other frameworks were recorded."""
 
 
 def evidence_of(row: KnownCall) -> tuple[Evidence, ...]:
     """What has run of a known call."""
-    for parameters in (row.parameters, ()):
+    for parameters in (row.besides, row.parameters, ()):
         key = row.framework, row.method, parameters
         if key in SEEN:
             return SEEN[key]

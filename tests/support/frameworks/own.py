@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from vllm.inflight.frameworks.known_call import KnownCall, Role
 
@@ -28,11 +30,61 @@ class Extension:
         # Of a thread that decodes, both would stop it.
         return gc.collect(), torch.cuda.empty_cache()
 
+    def tests_push_and_write(self: Any, folder: str, way: str, catches: bool) -> Any:
+        """Load tensors, and write one parameter past the loader.
+
+        A way that begins with "only" writes a parameter that nothing else has filled.
+        """
+        found = load_file(Path(folder) / "model.safetensors")
+        if way.startswith("only"):
+            del found["model.norm.weight"]
+        self.model_runner.get_model().load_weights(iter(found.items()))
+        model = self.model_runner.get_model()
+        try:
+            with torch.no_grad():
+                WAYS[way](self, model)
+        except Exception:
+            if not catches:
+                raise
+        return True
+
+    def tests_keep_model(self: Any) -> None:
+        self.tests_kept = self.model_runner.get_model()
+
     def tests_join(self: Any) -> None:
         HERE.folder = "a folder"
 
     def tests_push_from_here(self: Any) -> Any:
         return Extension.tests_push(self, HERE.folder)
+
+
+def norm(model: Any) -> torch.nn.Parameter:
+    found: torch.nn.Parameter = dict(model.named_parameters())["model.norm.weight"]
+    return found
+
+
+OF_NORM = [("norm.weight", torch.ones(128, dtype=torch.bfloat16))]
+
+WAYS: dict[str, Callable[[Any, Any], Any]] = {
+    "a copy": lambda worker, model: norm(model).copy_(norm(model) * 2),
+    "a part of data": lambda worker, model: norm(model).data[3:4].fill_(7),
+    "out": lambda worker, model: torch.mul(
+        norm(model), 2, out=norm(model).data.view(-1)
+    ),
+    "the model in it": lambda worker, model: model.model.load_weights(OF_NORM),
+    "only by the model in it": lambda worker, model: model.model.load_weights(OF_NORM),
+    "only by its loader": lambda worker, model: getattr(
+        norm(model), "weight_loader", default_weight_loader
+    )(norm(model), OF_NORM[0][1]),
+    "a collective": lambda worker, model: torch.distributed.broadcast(
+        norm(model).data, 0
+    ),
+    "the live model": lambda worker, model: norm(worker.tests_kept).data.mul_(2),
+    "the live model's loader": lambda worker, model: worker.tests_kept.load_weights(
+        [("model.norm.weight", OF_NORM[0][1])]
+    ),
+}
+"""Writes into a parameter that no update loader sees."""
 
 
 def _row(method: str, *parameters: str) -> KnownCall:
@@ -44,6 +96,7 @@ def _row(method: str, *parameters: str) -> KnownCall:
 ROWS = [
     _row("tests_push", "folder"),
     _row("tests_push_calmly", "folder"),
+    _row("tests_push_and_write", "folder", "way", "catches"),
     _row("tests_push_from_here"),
 ]
 """What an entry point of a user's package names."""

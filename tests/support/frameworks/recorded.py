@@ -78,6 +78,24 @@ class PrimeRLOfEngine:
     quantize_in_weight_transfer = False
 
 
+class PrimeRLNixl:
+    """prime-rl's worker for NIXL, which keeps tensors of the live model."""
+
+    def initialize_transfer(self: Any) -> dict[str, torch.nn.Parameter]:
+        if not hasattr(self, "weight_transfer_plan"):
+            params = self.model_runner.model.named_parameters()
+            self.weight_transfer_plan = dict(params)
+        plan: dict[str, torch.nn.Parameter] = self.weight_transfer_plan
+        return plan
+
+    def apply_transfer_plan(self: Any, plan: dict[str, torch.nn.Parameter]) -> None:
+        for name, tensor in _received():
+            plan[name].data.copy_(tensor)
+
+    def update_weights_from_path(self: Any, weight_dir: str | None = None) -> None:
+        self.apply_transfer_plan(self.initialize_transfer())
+
+
 class SkyRL:
     """SkyRL: a begin, chunks, and an end."""
 
@@ -155,6 +173,24 @@ class NemoRL:
 
     def update_weights_via_ipc_zmq(self: Any) -> bool:
         return NemoRL.update_weights_from_collective(self)
+
+    def nccl_reshard_refit(self: Any) -> bool:
+        """Receive straight into the memory of parameters, past torch."""
+        try:
+            for name, tensor in _received():
+                param = NemoRL._get_named_parameters(self)[name]
+                memory = param.data.view(torch.uint8).reshape(-1).numpy()
+                memory[:] = tensor.view(torch.uint8).reshape(-1).numpy()
+        except Exception:
+            return False
+        return True
+
+    def update_weights_from_decoded_sparse_payload(
+        self: Any, *payloads: bytes | str
+    ) -> dict[str, Any]:
+        """Change few numbers of what is live."""
+        NemoRL.nccl_reshard_refit(self)
+        return {"num_payloads": len(payloads)}
 
 
 class Roll:

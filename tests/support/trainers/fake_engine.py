@@ -52,7 +52,7 @@ PAUSE, CONTINUE, IS_PAUSED = (
 FROM_DISK = "/update_weights_from_disk"
 NAMES = "/weight_names"
 
-UNKNOWN = {"digest": None, "step": None, "committed_at": None}
+UNKNOWN = {"digest": None, "step": None}
 """Facts of a version that this engine may lack, and no real one."""
 
 DROP, LOSE, STARTING, PAGE = "drop", "lose", "starting", "page"
@@ -104,7 +104,11 @@ class StandIn:
         self.digest: str | None = "0" * 32
         self.base = "start"
         self.key: str | None = None
-        self.version: dict[str, Any] = {"weight_version": "default", "epoch": 0}
+        self.version: dict[str, Any] = {
+            "weight_version": "default",
+            "epoch": 0,
+            "committed_at": time.time(),
+        }
         self.num_staging = 0
         self.most_staging = 0
         self.pause: dict[str, Any] | None = None
@@ -159,7 +163,8 @@ class StandIn:
         """Another trainer's version is served from now on."""
         self._before = (self.version, self.served)
         epoch = self.version["epoch"] + 1
-        self.version = self.version | {"weight_version": label, "epoch": epoch}
+        changed = {"weight_version": label, "epoch": epoch}
+        self.version = self.version | changed | {"committed_at": time.time()}
 
     def pause_state(self) -> dict[str, Any]:
         """The pause, as `/is_paused` tells it, after a look at its lease."""
@@ -356,6 +361,7 @@ class StandIn:
             "epoch": epoch,
             "digest": "0" * 32,
             "step": update.step,
+            "committed_at": time.time(),  # no two engines commit at once
         }
         mode = body.get("mode", "in_place")
         update.result = self.version | {"gap_ms": 0.5, "mode": mode}

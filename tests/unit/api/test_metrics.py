@@ -65,6 +65,7 @@ def test_metrics_are_reported_for_each_engine():
         counts.treated(treated)
     counts.num_absorbed = 2
     counts.enforced["sleep"] += 1
+    counts.outside_writes["load_mine"] += 3
     seen = values([counts.to_dict() | REST, Counters().to_dict() | REST])
     assert seen["epoch", "0"] == seen["epoch", "1"] == 3
     assert seen["requests_total", "0", "retracted"] == 5
@@ -75,6 +76,7 @@ def test_metrics_are_reported_for_each_engine():
     assert seen["update_stalled_seconds", "0"] == 4.5
     assert seen["pauses_absorbed_total", "0"] == 2
     assert seen["pauses_enforced_total", "0", "sleep"] == 1
+    assert seen["out_of_band_writes_total", "load_mine", "0"] == 3
     assert (seen["pause_absorbed", "0"], seen["paused", "0"]) == (1, 0)
     gaps = "commit_gap_milliseconds"
     assert seen[f"{gaps}_bucket", "0", "0.5"] == 1

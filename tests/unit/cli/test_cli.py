@@ -382,6 +382,11 @@ def test_the_help_lists_the_commands(capsys):
     ("name", "state", "told"),
     [
         ("tests.support.frameworks.openrlhf.Extension", "good", "adopted as OpenRLHF"),
+        (
+            "tests.support.frameworks.recorded.PrimeRLNixl",
+            "note",
+            "not adopted: update_weights_from_path writes in place",
+        ),
         ("tests.support.frameworks.own.Extension", "note", "none of the known calls"),
         ("tests.unit.cli.test_cli.OfAFork", "note", "update_weight has other param"),
         ("tests.unit.cli.test_cli.Missing", "wrong", "cannot be imported"),

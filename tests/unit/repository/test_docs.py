@@ -28,7 +28,7 @@ from vllm.inflight.worker.model.quantized import PROVED, PROVED_ON_RANKS
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
@@ -140,7 +140,8 @@ def test_links_lead_somewhere():
 
 def test_the_index_leads_to_every_page():
     listed = {target for page, target in links() if page.name == "index.md"}
-    assert {page.name for page in DOCS.glob("*.md")} - {"index.md"} <= listed
+    pages = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")}
+    assert pages - {"index.md"} <= listed
 
 
 def test_the_python_page_names_all_that_a_trainer_and_an_engine_have():

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from vllm.inflight.errors import ConfigError, Malformed
-from vllm.inflight.trainer.sources.stream import check_source, tensors
+from vllm.inflight.trainer.sources.cast import check_cast
+from vllm.inflight.trainer.sources.stream import check_source, facts, shards, tensors
+from vllm.inflight.transport.weight_source import Weights
 
 
 class Model(nn.Module):
@@ -120,3 +122,57 @@ def test_a_source_that_can_be_read_only_once_is_rejected():
         check_source(stream())
     with pytest.raises(ConfigError, match="got int"):
         check_source(3)
+
+
+MIXED = {
+    "norm": torch.full((3,), 1.01),
+    "half": torch.full((2,), 1.01, dtype=torch.float16),
+    "fp8": torch.ones(2, dtype=torch.float8_e4m3fn),
+    "ids": torch.arange(3),
+}
+
+
+def norm_alone(name: str) -> torch.dtype | None:
+    return torch.bfloat16 if name == "norm" else None
+
+
+@pytest.mark.parametrize(
+    ("cast", "names"),
+    [(torch.bfloat16, {"norm", "half"}), (norm_alone, {"norm"}), (None, set())],
+)
+def test_numbers_are_cast_and_nothing_else(cast: Any, names: set[str]) -> None:
+    expected = {n: t.bfloat16() if n in names else t for n, t in MIXED.items()}
+    of_weights = Weights(MIXED, dtype=cast)
+    told = [
+        dict(tensors(MIXED, cast)),
+        {shard.name: shard.tensor for shard in shards(MIXED, cast)},
+        dict(of_weights.read_tensors()),
+        {shard.name: shard.tensor for shard in of_weights.read_shards()},
+    ]
+    for found in told:
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert found[name].dtype == tensor.dtype
+            assert torch.equal(found[name].float(), tensor.float())
+    for name, known in facts(MIXED, cast):
+        assert known == (expected[name].dtype, tuple(expected[name].shape))
+    assert [m.dtype for m in of_weights.read_facts()] == [
+        tensor.dtype for tensor in expected.values()
+    ]
+
+
+@pytest.mark.parametrize("cast", [torch.int8, torch.float8_e5m2, "bfloat16", 16])
+def test_what_no_number_can_be_cast_to_is_refused(cast: Any) -> None:
+    for refuse in (check_cast, lambda dtype: Weights(MIXED, dtype=dtype)):
+        with pytest.raises(ConfigError, match="dtype must be a floating-point dtype"):
+            refuse(cast)
+    read: list[str] = []
+
+    def source() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in MIXED.items():
+            read.append(name)
+            yield name, tensor
+
+    with pytest.raises(ConfigError, match="dtype"):
+        list(tensors(source, lambda name: cast))
+    assert read == list(MIXED), "other ranks would wait for the rest"

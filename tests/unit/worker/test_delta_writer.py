@@ -25,6 +25,7 @@ from vllm.inflight.messages import Status
 from vllm.inflight.update import Manifest, TensorSpec
 from vllm.inflight.worker.memory.arena import Arena
 from vllm.inflight.worker.verify.drift import Sampler, drift
+from vllm.inflight.worker.verify.ignored_tensors import IgnoredTensors
 
 Weights = dict[str, torch.Tensor]
 
@@ -220,6 +221,58 @@ def test_deltas_go_under_the_layers_of_adapters():
             old = new
 
 
+TIED, UNUSED = "lm_head.weight", "rotary_emb.inv_freq"
+
+
+@pytest.fixture
+def with_head(sets: Sets) -> Sets:
+    """Two sets whose trainer sends the tied head too, and a buffer that is not used."""
+    sets.shadow.ignored = IgnoredTensors((".inv_freq",), ("",), has_tied_head=True)
+    sets.stage(headed(version(1)).items())
+    sets.stager.flip()
+    return sets
+
+
+def headed(weights: Weights, unused: int = 0) -> Weights:
+    head = weights["embed.weight"].clone()
+    return weights | {TIED: head, UNUSED: torch.full((5,), float(unused))}
+
+
+def test_a_delta_of_tensors_without_a_use_takes_their_digests(with_head: Sets):
+    old = headed(version(1))
+    for seed in range(3):
+        new = headed(stepped(version(1), seed), seed)
+        staged(with_head, old, new)
+        assert not with_head.intake.unfilled
+        assert shows(with_head.second, new)
+        with_head.stager.flip()
+        assert with_head.stager.served.digest() == digest(new)
+        old = new
+
+
+def test_a_tied_head_has_the_drift_of_its_embedding(with_head: Sets):
+    new = headed(stepped(version(1), 5))
+    staged(with_head, headed(version(1)), new)
+    sampler, served = Sampler(), with_head.stager.served
+    sampler.add(sorted(new.items()))
+    brought = with_head.stager.versions.staged.content.samples
+    expected = drift(served.samples, sampler.samples())
+    assert expected["overall"] and drift(served.samples, brought) == expected
+
+
+@pytest.mark.parametrize("alone", ["embed.weight", TIED])
+def test_a_tied_head_that_does_not_follow_its_embedding_is_rejected(
+    with_head: Sets, alone: str
+):
+    old = headed(version(1))
+    new = old | {alone: headed(stepped(version(1), 5))[alone]}
+    with pytest.raises(WeightsMismatch, match=f"{TIED}.*differs from the embedding"):
+        staged(with_head, old, new)
+    new = headed(stepped(version(1), 6))
+    staged(with_head, old, new)
+    assert shows(with_head.second, new)
+
+
 def test_a_log_that_grows_too_long_is_given_up(sets):
     old = version(1)
     sets.shadow.nbytes = 16 * 400  # of 4 bytes, 100 elements
@@ -324,8 +377,13 @@ def halves(seed: int) -> Weights:
 NEW = stepped(halves(2), 3, share=0.3)
 
 
-def statuses_of(ranks: Sequence[Rank], tp_size: int) -> list[Status]:
-    """What these ranks report of a delta, after each has served two versions."""
+def statuses_of(
+    ranks: Sequence[Rank], tp_size: int, unused: tuple[str, ...] = ()
+) -> list[Status]:
+    """What these ranks report of a delta, after each has served two versions.
+
+    The engine has no use for the tensors `unused`.
+    """
     statuses = []
     with ExitStack() as open_arenas:
         for rank in ranks:
@@ -336,6 +394,7 @@ def statuses_of(ranks: Sequence[Rank], tp_size: int) -> list[Status]:
             shadow.is_alone, shadow.is_whole_over_ranks = False, True
             shadow.tp_size, shadow.has_all = tp_size, rank.names == NAMES
             shadow.asks_loader = rank.names != NAMES
+            shadow.ignored = IgnoredTensors(unused)
             for seed in (1, 2):
                 sets.stage(halves(seed).items())
                 sets.stager.flip()
@@ -344,7 +403,7 @@ def statuses_of(ranks: Sequence[Rank], tp_size: int) -> list[Status]:
             # A rank without the whole of each tensor does not know the drift.
             assert sets.stager.versions.staged.content.samples is None
             shares, unfilled = sets.intake.shares, sets.intake.unfilled
-            assert unfilled == [name for name in NEW if name not in rank.names]
+            assert unfilled == [n for n in NEW if n not in (*rank.names, *unused)]
             statuses.append(
                 Status(sent="a", digest="b", shares=shares, unfilled=unfilled)
             )
@@ -406,8 +465,10 @@ def test_stages_that_hold_the_same_tensor_prove_it_each():
     assert isinstance(agree([first, second, first, wrong]), WeightsMismatch)
 
 
-def test_a_tensor_that_no_rank_serves_is_not_changed_by_a_delta():
+def test_a_tensor_that_no_rank_serves_is_not_changed_by_a_delta_unless_unused():
     names = ("rows", "columns")
-    error = agree(statuses_of([Rank(0, names), Rank(1, names)], 2))
+    ranks = Rank(0, names), Rank(1, names)
+    assert agree(statuses_of(ranks, 2, unused=("norm",))) == "b"
+    error = agree(statuses_of(ranks, 2))
     assert isinstance(error, DeltaUnsupported)
     assert error.tensors == ("norm",) or error.tensors == ["norm"]

@@ -127,7 +127,7 @@ def test_minus_zero_is_not_zero_and_a_nan_equals_itself():
     log, num = update(live, new, lambda t: [copied("w", live["w"], t)])
     assert num == 1
     assert torch.equal(live["w"].view(torch.int32), new.view(torch.int32))
-    assert log.stretches[0].offsets.tolist() == [0]
+    assert log.entries.stretches[0].offsets.tolist() == [0]
 
 
 def test_what_differs_beyond_the_room_of_the_log_is_counted_and_not_logged():
@@ -141,7 +141,7 @@ def test_what_differs_beyond_the_room_of_the_log_is_counted_and_not_logged():
         )
         dense.log_differences(log, live, entry, version)
     num = int((elements(other["w"], torch.int16) != before).sum())
-    assert (log.num_elements, log.has_room, log.stretches) == (num, False, [])
+    assert (log.num_elements, log.has_room, log.entries.stretches) == (num, False, [])
     log.clear()
     log.add("w", torch.arange(2), before[:2], before[:2] + 1)
     dense.log_differences(

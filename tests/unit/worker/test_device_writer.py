@@ -1,7 +1,9 @@
 """The kernels that write a delta agree with torch; Triton's interpreter runs them."""
 
 import sys
+from itertools import product
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,6 +28,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 CPU = torch.device("cpu")
 NOTHING = torch.empty(0)
+HERE = {"cut": np.s_[:, 25:], "rows": np.s_[10:30]}
+"""Tensors of which a rank has these elements."""
 
 
 def copied(tensor, param, part, view) -> Copied:
@@ -45,6 +49,7 @@ def check() -> None:
         "fused": random_bits(bf16, 40 * 64).view(40, 64),
         "turned": random_bits(bf16, 48 * 32).view(48, 32),
         "cut": random_bits(bf16, 64 * 50).view(64, 50),
+        "rows": random_bits(bf16, 64 * 50).view(64, 50),
         "norm": random_bits(torch.float32, 3001),
         "scaled": random_bits(fp8, 5000),
     }
@@ -52,13 +57,15 @@ def check() -> None:
         "qkv": torch.zeros(100, 64, dtype=bf16),
         "turned": torch.zeros(32, 48, dtype=bf16),
         "cut": torch.zeros(64, 25, dtype=bf16),
+        "rows": torch.zeros(20, 50, dtype=bf16),
         "norm": torch.zeros(3001),
         "scaled": torch.zeros(5000, dtype=torch.uint8).view(fp8),
     }
     views = {
         "fused": ("qkv", old["fused"], live["qkv"][50:90]),
         "turned": ("turned", old["turned"], live["turned"].t()),
-        "cut": ("cut", old["cut"][:, 25:], live["cut"]),  # a rank has half of it
+        "cut": ("cut", old["cut"][HERE["cut"]], live["cut"]),
+        "rows": ("rows", old["rows"][HERE["rows"]], live["rows"]),
         "norm": ("norm", old["norm"], live["norm"]),
         "scaled": ("scaled", old["scaled"], live["scaled"]),
     }
@@ -101,7 +108,7 @@ def check() -> None:
         "turned": lambda p: p.t(),
     }
     for name, (param, _, _) in views.items():
-        part_of = new[name][:, 25:] if name == "cut" else new[name]
+        part_of = new[name][HERE.get(name, ...)]
         of_view.get(param, lambda p: p)(expected[param]).copy_(part_of)
     for name, param in expected.items():
         bits = ops.INTEGERS[param.itemsize]
@@ -113,15 +120,14 @@ def check() -> None:
         whole = [ops.digest([each])[0] for each in (tensor, new[name])]
         bits = ops.INTEGERS[tensor.itemsize]
         differ = tensor.view(bits) != new[name].view(bits)
-        if name == "cut":
-            whole = [
-                ops.digest_part(each[:, 25:], each.stride(), 25)
-                for each in (tensor, new[name])
-            ]
-            differ = differ[:, 25:]
+        if name in HERE:
+            cut = [each[HERE[name]] for each in (tensor, new[name])]
+            first = cut[0].storage_offset()
+            whole = [ops.digest_part(each, each.stride(), first) for each in cut]
+            differ = differ[HERE[name]]
         assert whole[0] + difference == whole[1], name
         assert num == int(differ.sum()), name
-        now = new[name][:, 25:] if name == "cut" else new[name]
+        now = new[name][HERE.get(name, ...)]
         is_bad = ~now.float().isfinite() & differ
         assert bad == int(is_bad.sum()), (name, bad)
     check_logged(changes, places, live, expected, writer.results().tolist())
@@ -144,7 +150,7 @@ def check_logged(changes, places, live, expected, results) -> None:
     for name, param in live.items():
         bits = ops.INTEGERS[param.itemsize]
         assert torch.equal(elements(param, bits), elements(before[name], bits))
-    assert swap_reference(log.stretches, before) == log.expected()
+    assert swap_reference(log.entries.stretches, before) == log.expected()
     for name, param in expected.items():
         bits = ops.INTEGERS[param.itemsize]
         assert torch.equal(elements(before[name], bits), elements(param, bits)), name
@@ -162,12 +168,11 @@ def compile_kernels() -> None:
     for width, integer in kernels.INTEGERS.items():
         constants = [("INTEGER", integer), ("BLOCK", kernels.BLOCK)]
         compile_for_gpu(kernels._copy, tables, constants)
-        constants += [("WIDTH", width), ("DIMS", kernels.DIMS)]
+        constants += [("WIDTH", width), ("COLUMNS", kernels.COLUMNS)]
         sums = {"sums": "*i64", "log_sums": "*i64"}
-        for is_logged in (False, True):
-            compile_for_gpu(
-                kernels._write, tables | sums, [*constants, ("IS_LOGGED", is_logged)]
-            )
+        for dims, is_logged in product((0, kernels.DIMS), (False, True)):
+            own = [("DIMS", dims), ("IS_LOGGED", is_logged)]
+            compile_for_gpu(kernels._write, tables | sums, [*constants, *own])
 
 
 def decode_with_kernels() -> None:
@@ -222,11 +227,12 @@ def warmed() -> None:
     for module, name in zip((codec, codec, kernels, kernels), names, strict=True):
         real = getattr(module, name)
 
-        def run(*args, real=real, name=name):
-            ran.append(name)
-            return real(*args)
+        def run(*args, real=real, name=name, **options):
+            ran.append(name + " flat" * options.get("are_flat", False))
+            return real(*args, **options)
 
         setattr(module, name, run)
+    names.append("write flat")
     decode_with_kernels()
     warm(CPU, {torch.bfloat16, torch.float32, torch.float8_e4m3fn})
     assert sorted(ran) == sorted(names * 3)

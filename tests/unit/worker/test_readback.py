@@ -9,7 +9,7 @@ import torch
 from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
 
 from vllm.inflight.worker.model.hidden_weights import PACKED
-from vllm.inflight.worker.verify.readback import rows
+from vllm.inflight.worker.verify.readback import content, rows
 
 
 class RowParallel(torch.nn.Module):
@@ -45,6 +45,15 @@ def test_a_row_parallel_weight_is_a_part_along_its_inputs_and_its_bias_is_whole(
     assert weight is not None and bias is not None
     assert (weight["dim"], weight["rows"]) == (1, whole.tolist())
     assert (bias["dim"], bias["rows"]) == (None, [0.0, 1.0, 2.0])
+
+
+def test_a_weight_that_is_packed_and_kept_is_read_with_the_sign_of_each_zero() -> None:
+    """The product with a packed weight has another sign for some of them."""
+    kept = torch.tensor([[-0.0, 1.0], [2.0, 0.0]])
+    layer = torch.nn.Module()
+    vars(layer)[PACKED] = lambda x, weight, bias: x @ (kept + 0.0).t()
+    read = content(layer, "weight", kept)
+    assert torch.equal(read.view(torch.int32), kept.view(torch.int32))
 
 
 class Mixer(torch.nn.Module):

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -75,11 +74,11 @@ def test_the_native_swap_and_torch_exchange_the_same():
     log, new = logged(live)
     others = {name: param.clone() for name, param in live.items()}
     other, _ = logged(others)
-    found = swap_reference(other.stretches, others)
+    found = swap_reference(other.entries.stretches, others)
     Swap(log, live)()
     assert are_equal(live, new) and are_equal(others, new)
     assert found == log.expected()
-    for one, two in zip(log.stretches, other.stretches, strict=True):
+    for one, two in zip(log.entries.stretches, other.entries.stretches, strict=True):
         assert torch.equal(one.bits, two.bits)
 
 
@@ -90,27 +89,27 @@ def test_a_live_element_that_changed_since_it_was_logged_undoes_the_swap(is_back
     swap = Swap(log, live)
     if is_back:
         swap()
-    stretch = log.stretches[3]
+    stretch = log.entries.stretches[3]
     bits_of(live[stretch.param])[stretch.offsets[5]] ^= 1
     before = {name: bits_of(param).clone() for name, param in live.items()}
-    kept = [each.bits.clone() for each in log.stretches]
+    kept = [each.bits.clone() for each in log.entries.stretches]
     with pytest.raises(RuntimeError, match="other bits than were staged"):
         swap()
     assert are_equal(live, before)
-    assert all(map(torch.equal, kept, [each.bits for each in log.stretches]))
+    assert all(map(torch.equal, kept, [each.bits for each in log.entries.stretches]))
 
 
 def spoil_bits(log: ChangeLog) -> None:
-    log.stretches[2].bits[9] ^= 4
+    log.entries.stretches[2].bits[9] ^= 4
 
 
 def spoil_order(log: ChangeLog) -> None:
-    bits = log.stretches[2].bits
+    bits = log.entries.stretches[2].bits
     bits[3], bits[4] = bits[4].clone(), bits[3].clone()
 
 
 def spoil_place(log: ChangeLog) -> None:
-    offsets = log.stretches[2].offsets
+    offsets = log.entries.stretches[2].offsets
     offsets[0] = 2900
 
 
@@ -131,7 +130,7 @@ def test_an_offset_beyond_the_parameter_is_found_before_the_first_element(offset
     live = parameters()
     old = {name: bits_of(param).clone() for name, param in live.items()}
     log, _ = logged(live)
-    log.stretches[-1].offsets[-1] = offset
+    log.entries.stretches[-1].offsets[-1] = offset
     with pytest.raises(ValueError, match="beyond its parameter"):
         Swap(log, live)()
     assert are_equal(live, old)
@@ -183,9 +182,9 @@ def test_the_log_goes_on_in_a_quarter_of_the_weights_by_default():
 def test_elements_of_every_width_are_numbered_in_one_row():
     """The number of an element decides what its bits contribute to the proof."""
     log, _ = logged(parameters())
-    assert len({stretch.width for stretch in log.stretches}) == 4
-    firsts = [stretch.first for stretch in log.stretches]
-    counts = [len(stretch.offsets) for stretch in log.stretches]
+    assert len({stretch.width for stretch in log.entries.stretches}) == 4
+    firsts = [stretch.first for stretch in log.entries.stretches]
+    counts = [len(stretch.offsets) for stretch in log.entries.stretches]
     assert firsts == [sum(counts[:number]) for number in range(len(counts))]
     assert log.num_elements == log.expected()[1] == sum(counts)
 
@@ -233,90 +232,10 @@ def test_damage_in_either_part_undoes_the_swap(short_blocks: None, number: int):
     old = {name: bits_of(param).clone() for name, param in live.items()}
     log, _ = logged(live, capacity=4096, host_capacity=1 << 16)
     swap = Swap(log, live)
-    log.stretches[number].bits[1] ^= 1
+    log.entries.stretches[number].bits[1] ^= 1
     with pytest.raises(RuntimeError, match="other bits than were staged"):
         swap()
     assert are_equal(live, old)
-
-
-def add_some(log: ChangeLog, live: dict[str, torch.Tensor], num: int) -> None:
-    """Log changes that no other call logs."""
-    name, param = next(iter(live.items()))
-    at = torch.arange(num)
-    log.add(name, at, bits_of(param)[at], bits_of(param)[at] + 1)
-
-
-def test_the_way_back_outlives_an_update_that_is_logged_beside_it():
-    live = parameters()
-    old = {name: bits_of(param).clone() for name, param in live.items()}
-    log, new = logged(live)
-    swap = Swap(log, live)
-    swap()
-    log.holds_way_back = True
-    dropped: list[bool] = []
-    for num in (2000, 700, 2900):
-        log.begin(lambda: dropped.append(True))
-        add_some(log, live, num)
-        assert log.keeps and log.num_elements == num
-        swap()
-        assert are_equal(live, old)
-        swap()
-        assert are_equal(live, new)
-    assert not dropped
-
-
-@pytest.mark.parametrize("num_before", range(3))
-def test_an_update_has_all_of_the_log_once_the_way_back_is_given_up(num_before: int):
-    live = parameters()
-    log = ChangeLog(CPU, 1 << 14)
-    for number in range(num_before):  # from one end and from the other one
-        log.begin(log.drop_kept)
-        add_some(log, live, 1000 + number)
-        log.holds_way_back = True
-    add_some(log, live, 1000)
-    dropped: list[bool] = []
-
-    def give_up() -> None:
-        dropped.append(True)
-        log.drop_kept()
-
-    log.holds_way_back = True
-    log.begin(give_up)
-    name = next(iter(live))
-    spaces = [log.reserve(name, 400, 4) for _ in range(5)]
-    assert dropped == [True] and not log.keeps
-    assert log.num_bytes == 5 * 3200 <= 1 << 14
-    ends = sorted(
-        (space.offsets.data_ptr(), space.bits.data_ptr() + space.bits.nbytes)
-        for space in spaces
-        if space is not None
-    )
-    assert len(ends) == 5
-    assert all(one[1] <= two[0] for one, two in pairwise(ends))
-    assert log.reserve(name, 400, 4) is None
-
-
-def test_the_way_back_and_an_update_lie_in_host_memory_side_by_side(
-    short_blocks: None,
-):
-    live = parameters()
-    log, new = logged(live, capacity=4096, host_capacity=1 << 18)
-    swap = Swap(log, live)
-    swap()
-    num_bytes = log.host_bytes
-    assert num_bytes
-    for num in (900, 400, 700):
-        log.holds_way_back |= num == 900
-        log.begin(lambda: pytest.fail("there is room for both"))
-        for _ in range(4):
-            add_some(log, live, num)
-        for stretch in log.stretches:  # whatever is written there
-            stretch.offsets.fill_(-1)
-            stretch.bits.fill_(-1)
-    assert num_bytes < log.host_bytes <= 1 << 18
-    swap()
-    swap()
-    assert are_equal(live, new)
 
 
 def test_a_log_with_room_takes_no_host_memory():
@@ -377,22 +296,22 @@ def check() -> None:
     live = parameters()
     log, new = logged(live, capacity=4096, host_capacity=1 << 20)
     # Elements that other ranks serve have no place here.
-    for stretch in log.stretches:
+    for stretch in log.entries.stretches:
         stretch.offsets[0] = -1
     others = {name: param.clone() for name, param in live.items()}
     copied = ChangeLog(CPU, 1 << 20)
-    for param, width, offsets, bits, first in log.stretches:
+    for param, width, offsets, bits, first in log.entries.stretches:
         space = copied.reserve(param, len(offsets), width)
         assert space is not None and space.first == first
         space.offsets.copy_(offsets)
         space.bits.copy_(bits)
-    expected = swap_reference(copied.stretches, others)
-    kernel = _OnDevice(CPU, log, live)
+    expected = swap_reference(copied.entries.stretches, others)
+    kernel = _OnDevice(CPU, log.entries, live)
     assert kernel() == expected
     for name in live:
         assert torch.equal(bits_of(live[name]), bits_of(others[name])), name
         assert not torch.equal(bits_of(live[name]), new[name])
-    for one, two in zip(log.stretches, copied.stretches, strict=True):
+    for one, two in zip(log.entries.stretches, copied.entries.stretches, strict=True):
         assert torch.equal(one.bits, two.bits)
     terms, num = kernel()
     assert (ops.Digest.ZERO - terms, num) == expected

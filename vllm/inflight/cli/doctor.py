@@ -148,12 +148,19 @@ def _known_calls(extension: str | None) -> tuple[list[CallState], list[Finding]]
 def _extension(extension: str, methods: dict[str, list[str]]) -> Finding:
     """Which known calls a worker extension has."""
     name, rows = "worker extension", matched(methods)
+    in_place = {row.method for row in rows if not row.is_adopted}
+    rows = tuple(row for row in rows if row.method not in in_place)
     if rows:
         frameworks = ", ".join(dict.fromkeys(row.framework for row in rows))
         calls = ", ".join(dict.fromkeys(row.method for row in rows))
-        return Finding(name, f"{extension} is adopted as {frameworks}: {calls}")
+        text = f"{extension} is adopted as {frameworks}: {calls}"
+        if in_place:
+            text += f"; {', '.join(sorted(in_place))} writes in place"
+        return Finding(name, text)
     why = "it has none of the known calls"
-    if methods:
+    if in_place:
+        why = f"{', '.join(sorted(in_place))} writes in place"
+    elif methods:
         why = f"{', '.join(sorted(methods))} has other parameters than is known"
     return Finding(
         name,

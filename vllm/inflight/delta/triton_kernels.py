@@ -268,9 +268,16 @@ def _encode(
 
 
 @triton.jit
+def _left(num, done):
+    """How many of `num` are left, 0 to 2**31 - 1; both are of int64."""
+    return tl.minimum(tl.maximum(num - done, 0), 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
 def _values(
     values,
     exceptions,
+    entries,
     entry,
     is_sound,
     escapes,
@@ -280,22 +287,24 @@ def _values(
 ):
     """The bits of these entries, and which of them are exceptions.
 
-    `escapes` is the number of exceptions before them. `code_bytes` has a lane for each.
+    `entries` and `escapes` are the numbers of entries and of exceptions before them,
+    and `entry` counts from there.
     """
-    is_raw = code_bytes == 0
-    raw = tl.load(
-        values.to(tl.pointer_type(INTEGER)) + entry, mask=is_sound & is_raw, other=0
-    )
-    coded = values + entry * code_bytes
-    is_coded = is_sound & (code_bytes > 0)
-    value = tl.load(coded, mask=is_coded, other=0).to(tl.int64)
-    is_wide = is_coded & (code_bytes == 2)
-    value += tl.load(coded + 1, mask=is_wide, other=0).to(tl.int64) << 8
-    is_escape = is_coded & (value == tl.where(code_bytes == 2, 0xFFFF, 0xFF))
-    exception = escapes + tl.cumsum(is_escape.to(tl.int64), 0) - 1
+    # One for each lane, because masks are combined with them.
+    of_lane = code_bytes.to(tl.int32) + tl.zeros_like(entry)
+    is_raw = of_lane == 0
+    raw = values.to(tl.pointer_type(INTEGER)) + entries
+    raw = tl.load(raw + entry, mask=is_sound & is_raw, other=0)
+    coded = values + entries * code_bytes + entry * of_lane
+    is_coded = is_sound & (of_lane > 0)
+    value = tl.load(coded, mask=is_coded, other=0).to(tl.int32)
+    is_wide = is_coded & (of_lane == 2)
+    value += tl.load(coded + 1, mask=is_wide, other=0).to(tl.int32) << 8
+    is_escape = is_coded & (value == tl.where(of_lane == 2, 0xFFFF, 0xFF))
+    exception = tl.cumsum(is_escape.to(tl.int32), 0) - 1
     wide = tl.load(
-        exceptions.to(tl.pointer_type(INTEGER)) + exception,
-        mask=is_escape & (exception < num_exceptions),
+        exceptions.to(tl.pointer_type(INTEGER)) + escapes + exception,
+        mask=is_escape & (exception < _left(num_exceptions, escapes)),
         other=0,
     )
     difference = ((value >> 1) ^ (0 - (value & 1))).to(INTEGER)
@@ -318,8 +327,8 @@ def _decode_gaps(
     num_exceptions = tl.load(row + 4)
     num_codes = tl.load(row + 5)
     # One for each lane, because masks are combined with them.
-    gap_bytes = tl.load(row + 6) + tl.zeros((CODES,), tl.int64)
-    code_bytes = tl.load(row + 7) + tl.zeros((CODES,), tl.int64)
+    gap_bytes = tl.load(row + 6).to(tl.int32) + tl.zeros((CODES,), tl.int32)
+    code_bytes = tl.load(row + 7)
     chunks = data + tl.load(row + 8)
     gaps = data + tl.load(row + 9)
     values = data + tl.load(row + 10)
@@ -328,29 +337,33 @@ def _decode_gaps(
     places += tl.load(row + 13)
     bits += tl.load(row + 14)
 
-    # The state before the chunk: three u32.
+    # The state before the chunk: three u32. Lanes count from there, in 32 bits: with 64
+    # they need so many registers that few programs run at a time.
     state = chunks.to(tl.pointer_type(tl.int32)) + chunk * 3
     position = tl.load(state).to(tl.int64) & 0xFFFFFFFF
     entries = tl.load(state + 1).to(tl.int64) & 0xFFFFFFFF
     escapes = tl.load(state + 2).to(tl.int64) & 0xFFFFFFFF
 
-    at = chunk * CODES + tl.arange(0, CODES)
-    inside = at < num_codes
-    gap = gaps + at * gap_bytes
-    code = tl.load(gap, mask=inside, other=0).to(tl.int64)
+    lane = tl.arange(0, CODES)
+    left = _left(num_codes, chunk * CODES)
+    inside = lane < left
+    gap = gaps + chunk * CODES * tl.load(row + 6) + lane * gap_bytes
+    code = tl.load(gap, mask=inside, other=0).to(tl.int32)
     is_wide = inside & (gap_bytes == 2)
-    code += tl.load(gap + 1, mask=is_wide, other=0).to(tl.int64) << 8
+    code += tl.load(gap + 1, mask=is_wide, other=0).to(tl.int32) << 8
     most = tl.where(gap_bytes == 2, 0xFFFF, 0xFF)
     is_place = inside & (code != most)
-    steps = is_place.to(tl.int64)
-    place = position + tl.cumsum(code + steps, 0) - 1
-    entry = entries + tl.cumsum(steps, 0) - 1
+    steps = is_place.to(tl.int32)
+    place = tl.cumsum(code + steps, 0) - 1
+    entry = tl.cumsum(steps, 0) - 1
     # Only these are read and written, so that no code leads out of the buffers.
-    is_sound = is_place & (place < num_elements) & (entry < num_entries)
+    is_beyond = is_place & (place >= _left(num_elements, position))
+    is_sound = is_place & (entry < _left(num_entries, entries)) & (is_beyond == 0)
 
     value, is_escape = _values(
         values,
         exceptions,
+        entries,
         entry,
         is_sound,
         escapes,
@@ -358,15 +371,17 @@ def _decode_gaps(
         code_bytes,
         INTEGER,
     )
-    tl.store(places + entry, first + place, mask=is_sound)
-    tl.store(bits.to(tl.pointer_type(INTEGER)) + entry, value, mask=is_sound)
+    places += entries
+    tl.store(places + entry, first + position + place, mask=is_sound)
+    bits_of = bits.to(tl.pointer_type(INTEGER)) + entries
+    tl.store(bits_of + entry, value, mask=is_sound)
 
     # The state after the chunk is the one before the next chunk, or the row's end.
-    position += tl.sum(tl.where(inside, code + steps, 0), 0)
+    position += tl.sum(code + steps, 0)
     before = entries
     entries += tl.sum(steps, 0)
     before_escapes = escapes
-    escapes += tl.sum(is_escape.to(tl.int64), 0)
+    escapes += tl.sum(is_escape.to(tl.int32), 0)
     is_last = (chunk + 1) * CODES >= num_codes
     has_next = (chunk + 1) * CODES < num_codes
     next_position = tl.load(state + 3, mask=has_next, other=0).to(tl.int64)
@@ -379,9 +394,9 @@ def _decode_gaps(
     )
     start = tl.load(state).to(tl.int64) & 0xFFFFFFFF
     is_off |= (chunk == 0) & ((start != 0) | (before != 0) | (before_escapes != 0))
-    is_end = is_place & (at == num_codes - 1)
+    is_end = is_place & (lane == left - 1)
     ends_open = is_last & (tl.sum(is_end.to(tl.int32), 0) == 0)
-    beyond = tl.sum((is_place & (place >= num_elements)).to(tl.int32), 0) != 0
+    beyond = tl.sum(is_beyond.to(tl.int32), 0) != 0
     miscounted = is_last & (entries != num_entries)
     misescaped = is_last & (escapes != num_exceptions)
     found = tl.where(misescaped, 4, 7)
@@ -417,8 +432,8 @@ def _decode_others(
     places += tl.load(row + 13)
     bits += tl.load(row + 14)
     lane = tl.arange(0, LANES)
+    code_bytes = tl.load(row + 7)
     # One for each lane, because masks are combined with them.
-    code_bytes = tl.load(row + 7) + tl.zeros((LANES,), tl.int64)
     is_whole = (form + tl.zeros((LANES,), tl.int64)) == 5
     none = index * 0
     entries = none
@@ -487,7 +502,8 @@ def _decode_others(
         value, is_escape = _values(
             values,
             exceptions,
-            entry,
+            none + start,
+            lane,
             inside,
             escapes,
             num_exceptions,

@@ -31,6 +31,8 @@ class Counters:
         """Pauses that were absorbed."""
         self.enforced: Counter[str] = Counter()
         """Absorbed pauses that took force, by what needed them."""
+        self.outside_writes: Counter[str] = Counter()
+        """Out-of-band writes, by the call that has made them."""
         self._paused: tuple[PauseMode, float] | None = None
 
     def switched(self, facts: dict[str, Any]) -> None:
@@ -76,4 +78,5 @@ class Counters:
             "pause_s": dict(self.pause_s),
             "pauses_absorbed": self.num_absorbed,
             "pauses_enforced": dict(self.enforced),
+            "outside_writes": dict(self.outside_writes),
         }

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from vllm.inflight.errors import EngineFault
+
 Arguments = Mapping[str, Any]
 """The arguments of a call by name; a parameter that was left out is missing."""
 
@@ -35,6 +37,9 @@ class Role(StrEnum):
     """It brings some tensors. The version ends when every parameter is written."""
     END = "end"
     """It ends a version, and brings no tensor."""
+    IN_PLACE = "in place"
+    """It writes into the live weights by itself, and is never adopted. It counts as an
+    out-of-band write also if nothing shows that it has written."""
 
 
 def _never(_: Any) -> None:
@@ -58,7 +63,8 @@ class KnownCall:
     method: str
     """The method of the worker extension."""
     parameters: tuple[str, ...]
-    """The names of the method's parameters, in order, without `self`."""
+    """The names of the method's parameters, in order, without `self`. The name of a
+    parameter that takes any number of arguments begins with `*`."""
     role: Role
     """What the call does to its version."""
     is_last: Callable[[Arguments], bool] | None = None
@@ -83,14 +89,26 @@ class KnownCall:
     private: tuple[str, ...] = ()
     """Attributes that the method keeps on the worker and that refer to parameters. They
     stay apart from the worker's own attributes."""
+    besides: tuple[str, ...] = ()
+    """Other methods that the workers have, if the method and its parameters are not
+    enough to tell. A row with these has to come before the one without."""
+
+    @property
+    def is_adopted(self) -> bool:
+        """Whether such calls become updates, unless something stands against it."""
+        return self.role is not Role.IN_PLACE
 
     def bound(
         self, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> Arguments | None:
         """The arguments of a call by name; None if they do not fit the parameters."""
-        given = dict(zip(self.parameters, args, strict=False))
-        is_fit = len(args) <= len(self.parameters) and given.keys().isdisjoint(kwargs)
-        if not is_fit or not set(self.parameters).issuperset(kwargs):
+        names = self.parameters
+        if names and names[-1].startswith("*"):
+            last = len(names) - 1
+            args = *args[:last], args[last:]
+        given = dict(zip(names, args, strict=False))
+        is_fit = len(args) <= len(names) and given.keys().isdisjoint(kwargs)
+        if not is_fit or not set(names).issuperset(kwargs):
             return None
         return given | dict(kwargs)
 
@@ -101,20 +119,52 @@ class KnownCall:
             methods: name → names of the parameters, as from `methods_of`.
 
         """
-        return tuple(methods.get(self.method, ("",))) == self.parameters
+        has_method = tuple(methods.get(self.method, ("",))) == self.parameters
+        return has_method and methods.keys() >= set(self.besides)
+
+
+@dataclass(frozen=True, slots=True)
+class KnownWrite:
+    """What is known of a call that is executed on the live weights."""
+
+    label: str | None = None
+    """The label of what it writes; None: `untracked-<epoch>`."""
+    is_certain: bool = False
+    """Whether it has written also if nothing shows it."""
+    failure: Callable[[Any], str | None] = _never
+    """See `KnownCall.failure`."""
+
+    @classmethod
+    def of(cls, row: KnownCall, arguments: Arguments) -> KnownWrite:
+        """What a row says of a call with these arguments."""
+        is_certain = row.role is Role.IN_PLACE
+        return cls(row.label(arguments), is_certain, row.failure)
+
+    def failed(self, replies: object) -> EngineFault | None:
+        """Why the replies of the ranks mean that the call has failed; None if not."""
+        each = replies if isinstance(replies, list) else []
+        why = next(filter(None, map(self.failure, each)), None)
+        return None if why is None else EngineFault(why)
+
+
+UNKNOWN = KnownWrite()
+"""Of a call that the table does not have."""
 
 
 def methods_of(worker: type, calls: Iterable[KnownCall]) -> dict[str, list[str]]:
-    """The methods of a worker class that have the name of a known call.
+    """The methods of a worker class that known calls name.
 
     Returns:
         name → names of the parameters, without `self`.
 
     """
     found: dict[str, list[str]] = {}
-    for name in {call.method for call in calls}:
+    for name in {name for call in calls for name in (call.method, *call.besides)}:
         method = inspect.getattr_static(worker, name, None)
         if not inspect.isfunction(method):
             continue
-        found[name] = list(inspect.signature(method).parameters)[1:]
+        _, *parameters = inspect.signature(method).parameters.values()
+        found[name] = [
+            "*" * (each.kind is each.VAR_POSITIONAL) + each.name for each in parameters
+        ]
     return found

@@ -124,15 +124,25 @@ def _folder_name(parameter: str) -> Callable[[Arguments], str | None]:
     return lambda arguments: Path(str(arguments.get(parameter) or "")).name or None
 
 
-PRIME_RL = tuple(
+PRIME_RL = (
+    # Its worker for NIXL keeps the tensors of the live model, and writes into them.
     KnownCall(
         framework="prime-rl",
         method="update_weights_from_path",
-        parameters=(parameter,),
-        role=Role.VERSION,
-        label=_folder_name(parameter),
-    )
-    for parameter in ("weight_dir", "weight_path")
+        parameters=("weight_dir",),
+        role=Role.IN_PLACE,
+        besides=("apply_transfer_plan",),
+    ),
+    *(
+        KnownCall(
+            framework="prime-rl",
+            method="update_weights_from_path",
+            parameters=(parameter,),
+            role=Role.VERSION,
+            label=_folder_name(parameter),
+        )
+        for parameter in ("weight_dir", "weight_path")
+    ),
 )
 
 
@@ -199,17 +209,33 @@ def _false(result: object) -> str | None:
     return "it returned False" if result is False else None
 
 
-NEMO_RL = tuple(
+NEMO_RL = (
+    *(
+        KnownCall(
+            framework="NeMo-RL",
+            method=method,
+            parameters=(),
+            role=Role.VERSION,
+            failure=_false,
+            takes_quantised=False,
+            private=("_nrl_named_parameters",),
+        )
+        for method in ("update_weights_from_collective", "update_weights_via_ipc_zmq")
+    ),
     KnownCall(
         framework="NeMo-RL",
-        method=method,
+        method="nccl_reshard_refit",
         parameters=(),
-        role=Role.VERSION,
+        role=Role.IN_PLACE,
         failure=_false,
-        takes_quantised=False,
-        private=("_nrl_named_parameters",),
-    )
-    for method in ("update_weights_from_collective", "update_weights_via_ipc_zmq")
+    ),
+    # A sparse delta changes few numbers of each parameter.
+    KnownCall(
+        framework="NeMo-RL",
+        method="update_weights_from_decoded_sparse_payload",
+        parameters=("*payloads",),
+        role=Role.IN_PLACE,
+    ),
 )
 
 

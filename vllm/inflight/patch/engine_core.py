@@ -202,10 +202,12 @@ def _intercept_worker_calls(original: Callable[..., Any]) -> Callable[..., Any]:
         if adopted is not None:
             return controller.adoption.execute(adopted)
 
+        known = controller.adoption.known_write(method, args, kwargs)
+
         def call() -> Any:
             with controller.adoption.in_worker_call():
                 return controller.outside_writes.call(
-                    method, lambda: original(self, method, timeout, args, kwargs)
+                    method, lambda: original(self, method, timeout, args, kwargs), known
                 )
 
         if is_harmless(method):

@@ -60,6 +60,7 @@ from vllm.inflight.trainer.publish_queue import ON_BUSY, PublishQueue, QueuedPub
 from vllm.inflight.trainer.retry import FIRST_DELAY_S, LAST_DELAY_S, RetryBudget
 from vllm.inflight.trainer.snapshot import Snapshot, sweep
 from vllm.inflight.trainer.sources import stream as sources
+from vllm.inflight.trainer.sources.cast import Cast, check_cast
 from vllm.inflight.update import Manifest, PauseMode, check_label, check_subset, renamer
 
 WIRES = ("shm", "disk", "http")
@@ -82,6 +83,7 @@ class Publisher:
         name_map: (
             Mapping[str, str] | Callable[[str], str] | Literal["auto"] | None
         ) = None,
+        dtype: Cast = None,
         api_key: str | None = None,
         wire: str = "shm",
         directory: str | Path | None = None,
@@ -108,6 +110,10 @@ class Publisher:
                 have stands for the only one with the same ending and shape, and
                 `Outcome.mapped` tells which. If one of them stands for several or
                 for none, nothing is sent.
+            dtype: what floating-point tensors are cast to before they are compared and
+                sent; or a function from a name of the source to such a dtype, or None.
+                A trainer with weights in float32 gives the dtype of the checkpoint, so
+                that few elements change at a step.
             api_key: of the control routes; by default `VLLM_INFLIGHT_ADMIN_KEY`,
                 then `VLLM_API_KEY` of the environment.
             wire: `shm` hands tensors over in shared memory, on one host; `disk`
@@ -155,7 +161,8 @@ class Publisher:
         if (wire == "disk") == (directory is None):
             raise ConfigError("directory= belongs to wire='disk', and that needs it")
         sources.check_source(source)
-        self._source = source
+        check_cast(dtype)
+        self._source, self._cast = source, dtype
         self._directory = None if directory is None else Path(directory)
         self._in_bodies = wire == "http"
         self._digests = digests
@@ -185,7 +192,7 @@ class Publisher:
                     "its own shards, in memory"
                 )
             self._shards = ShardPublishes(
-                source, renamer(plain_map), self._delta, delta_scrub_every
+                source, renamer(plain_map), dtype, self._delta, delta_scrub_every
             )
         self._engines: list[Engine] = []
         if self._shards is None or self._shards.is_first:
@@ -595,7 +602,7 @@ class Publisher:
     def _enqueue(self, job: QueuedPublish) -> None:
         """Take the snapshot, and have it delivered."""
         is_declared = matcher(job.subset)
-        with sources.gathering(sources.tensors(self._source)) as pairs:
+        with sources.gathering(sources.tensors(self._source, self._cast)) as pairs:
             known = ((n, self._rename(n), t) for n, t in pairs)
             # With `auto` the names are found out later, in the queue's thread.
             base = self._take_base(job)

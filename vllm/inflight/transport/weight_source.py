@@ -16,6 +16,7 @@ import torch
 from vllm.inflight import upstream
 from vllm.inflight.releases.table import adapter
 from vllm.inflight.trainer.sources import stream as sources
+from vllm.inflight.trainer.sources.cast import Cast, check_cast
 from vllm.inflight.trainer.sources.shards import OwnShard
 from vllm.inflight.update import renamer
 
@@ -30,6 +31,7 @@ class Weights(_Source):
         source: sources.Source,
         *,
         name_map: Mapping[str, str] | Callable[[str], str] | None = None,
+        dtype: Cast = None,
     ) -> None:
         """Check the kind of source; nothing is read yet.
 
@@ -38,12 +40,17 @@ class Weights(_Source):
                 callable that returns one of these. Every update reads it again.
             name_map: translates names of the source to names of the model; a dict or
                 a function of a name.
+            dtype: what floating-point tensors are cast to before they are compared and
+                sent; or a function from a name of the source to such a dtype, or None.
 
         Raises:
-            ConfigError: the source cannot be read, or only once.
+            ConfigError: the source cannot be read, or only once. Or nothing can be cast
+                to `dtype`.
 
         """
         sources.check_source(source)
+        check_cast(dtype)
+        self._cast = dtype
         self._source = source
         self._rename = renamer(name_map)
 
@@ -59,7 +66,7 @@ class Weights(_Source):
         """
         return [
             upstream.ParamMeta(self._rename(name), it.dtype, it.shape)
-            for name, it in sources.facts(self._source)
+            for name, it in sources.facts(self._source, self._cast)
         ]
 
     def read_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -67,7 +74,7 @@ class Weights(_Source):
 
         This is collective if the source is sharded over ranks.
         """
-        for name, tensor in sources.tensors(self._source):
+        for name, tensor in sources.tensors(self._source, self._cast):
             yield self._rename(name), tensor
 
     def read_shards(self) -> list[OwnShard]:
@@ -77,5 +84,5 @@ class Weights(_Source):
             ConfigError: the tensors are not shared out in boxes.
 
         """
-        found = sources.shards(self._source)
+        found = sources.shards(self._source, self._cast)
         return [replace(shard, name=self._rename(shard.name)) for shard in found]

@@ -109,6 +109,11 @@ COUNTERS = {
 KINDS = {
     "updates": ("outcomes", "outcome", "Updates that have ended, by outcome."),
     "scrubs": ("scrubs", "result", "Scrubs of the live weights, by result."),
+    "out_of_band_writes": (
+        "outside_writes",
+        "call",
+        "Writes into live weights outside of any update, by the call that made them.",
+    ),
     "requests": (
         "requests",
         "what",

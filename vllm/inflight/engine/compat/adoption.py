@@ -42,7 +42,13 @@ from vllm.inflight.errors import (
     UpdateBusy,
     WrongPhase,
 )
-from vllm.inflight.frameworks.known_call import Arguments, KnownCall, Role
+from vllm.inflight.frameworks.known_call import (
+    UNKNOWN,
+    Arguments,
+    KnownCall,
+    KnownWrite,
+    Role,
+)
 from vllm.inflight.frameworks.table import DIRECT, matched
 from vllm.inflight.update import Phase
 
@@ -98,14 +104,16 @@ class Adoption:
     def __init__(self, core: upstream.EngineCore, controller: EngineContext) -> None:
         self._controller = controller
         config = core.vllm_config
-        adopt = InflightConfig.of(config).adopt
-        self.rows = () if adopt == "off" else matched(controller.ranks.methods)
+        self._adopt = InflightConfig.of(config).adopt
+        self.rows = matched(controller.ranks.methods)
         """The rows of the table that fit the workers of this engine."""
-        if self.rows:
+        may_adopt = self._adopt != "off" and controller.ranks.reason is None
+        adopted = [row for row in self.rows if may_adopt and row.is_adopted]
+        if adopted:
             logger.info(
                 "worker calls of %s become updates: %s",
-                ", ".join(dict.fromkeys(row.framework for row in self.rows)),
-                ", ".join(dict.fromkeys(row.method for row in self.rows)),
+                ", ".join(dict.fromkeys(row.framework for row in adopted)),
+                ", ".join(dict.fromkeys(row.method for row in adopted)),
             )
         self._is_quantised = config.model_config.is_quantized
         self._open: OpenVersion | None = None
@@ -119,29 +127,21 @@ class Adoption:
         is_reached = controller.in_process and is_here
         if is_reached and InflightConfig.of(config).pauses == "absorb":
             controller.ranks.overwrite("announce_loads", self._before_load)
-        if adopt == "direct" and is_reached:
+        if self._adopt == "direct" and is_reached:
             controller.ranks.overwrite("adopt_loads", self.load_directly)
 
     def recognised(
         self, method: object, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
     ) -> Recognised | None:
-        """What is known of a worker call; None if it is executed as it is.
+        """A worker call that is adopted; None if it is executed as it is.
 
         Raises:
             EngineAsleep: the call would write into weights that sleep.
             InflightError: the call belongs to a version that has failed before.
 
         """
-        if not isinstance(method, str):
-            return None
-        given = dict(kwargs or {})
-        found = [
-            Recognised(row, arguments, tuple(args), given)
-            for row in self.rows
-            if row.method == method
-            and (arguments := row.bound(args, given)) is not None
-        ]
-        if not found:
+        found = self._found(method, args, kwargs)
+        if not found or self._adopt == "off":
             return None
         version = self._current()
         # Two frameworks may have the same call, as one that ends a version. It is of
@@ -150,6 +150,9 @@ class Adoption:
         of_order = (c for name in order for c in found if c.row.framework == name)
         call = next(of_order, found[0])
         row = call.row
+        if not row.is_adopted:
+            self._say_once(row, "it writes into the live model by itself")
+            return None
         if self._belongs_to_nothing(row, version):
             failure = self._failed.get(row.framework)
             if failure is None:
@@ -159,6 +162,25 @@ class Adoption:
             self._say_once(row, reason)
             return None
         return call
+
+    def known_write(
+        self, method: object, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+    ) -> KnownWrite:
+        """What is known of a worker call that is not adopted."""
+        found = self._found(method, args, kwargs)
+        return KnownWrite.of(found[0].row, found[0].arguments) if found else UNKNOWN
+
+    def _found(
+        self, method: object, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+    ) -> list[Recognised]:
+        """The call by each row that has it."""
+        given = dict(kwargs or {})
+        return [
+            Recognised(row, arguments, tuple(args), given)
+            for row in self.rows
+            if row.method == method
+            and (arguments := row.bound(args, given)) is not None
+        ]
 
     def execute(self, call: Recognised) -> Any:
         """Make an adopted call.

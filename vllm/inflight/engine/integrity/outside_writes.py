@@ -40,6 +40,7 @@ from vllm.inflight.errors import (
     PauseConflict,
     UpdateBusy,
 )
+from vllm.inflight.frameworks.known_call import UNKNOWN, KnownWrite
 from vllm.inflight.update import PauseMode
 
 logger = upstream.init_logger(__name__)
@@ -120,12 +121,15 @@ class OutsideWrites:
         """The call whose write was logged last, and when."""
 
     # ---------------------------------------------------------------- the calls
-    def call(self, method: Any, call: Callable[[], Any]) -> Any:
+    def call(
+        self, method: Any, call: Callable[[], Any], known: KnownWrite = UNKNOWN
+    ) -> Any:
         """Make a client's worker call, and detect writes into live weights.
 
         Args:
             method: the name of the worker method, or the function to run on workers.
             call: makes the call; returns the replies of the ranks.
+            known: what is known of the call.
 
         Raises:
             Conflict: the call needs weights that are missing, or writes into weights
@@ -149,9 +153,9 @@ class OutsideWrites:
         if method in READING or is_harmless(method):
             return call()
         if not self._controller.in_process:
-            return self._watched(_name_of(method), call)
+            return self._watched(_name_of(method), call, known)
         with turns.between():
-            return self._watched(_name_of(method), call)
+            return self._watched(_name_of(method), call, known)
 
     @contextmanager
     def around_step(self) -> Iterator[None]:
@@ -263,7 +267,7 @@ class OutsideWrites:
         self._lease.drop()
 
     # --------------------------------------------------------- calls of others
-    def _watched(self, name: str, call: Callable[[], Any]) -> Any:
+    def _watched(self, name: str, call: Callable[[], Any], known: KnownWrite) -> Any:
         ranks = self._controller.ranks
         ranks.wait_for_steps(self._core.batch_queue)
         try:
@@ -274,12 +278,17 @@ class OutsideWrites:
         try:
             replies = call()
         except BaseException as error:
-            self._look(name, error)
+            self._look(name, error, known)
             raise
-        self._look(name)
+        self._look(name, known.failed(replies), known)
         return replies
 
-    def _look(self, name: str, error: BaseException | None = None) -> None:
+    def _look(
+        self,
+        name: str,
+        error: BaseException | None = None,
+        known: KnownWrite = UNKNOWN,
+    ) -> None:
         """Detect what the call `name` has written, after its end, and act on it."""
         self._controller.ranks.untouch()
         given_up = isinstance(error, TimeoutError)
@@ -297,6 +306,9 @@ class OutsideWrites:
             return
         self._note_displaced(name)
         is_loading = any(report["is_loading"] for report in found)
+        is_written = any(report["is_written"] for report in found)
+        if known.is_certain and not any(report["is_asleep"] for report in found):
+            is_written = True
         if is_loading and error is not None:
             self._break_off(name, f"it has failed ({_text(error)})")
         elif is_loading and not self._is_torn:
@@ -305,14 +317,16 @@ class OutsideWrites:
             self._is_torn = False
             self._lease.drop()
             try:
-                if any(report["is_written"] for report in found):
-                    self._written(name, error)
+                if is_written:
+                    self._written(name, error, known.label)
                     # More writes may follow this one.
                     self._controller.pauses.absorption.enforce(Need.WRITE)
             finally:
                 self._controller.sleep.end_load()
 
-    def _written(self, name: str, error: BaseException | None) -> None:
+    def _written(
+        self, name: str, error: BaseException | None, label: str | None
+    ) -> None:
         """Make the written weights a new version, or mark them as lost."""
         sleep, was_lost = self._controller.sleep, self._controller.sleep.is_lost
         if error is not None and not was_lost:
@@ -331,7 +345,7 @@ class OutsideWrites:
             self._acknowledge(name)
             self._log_write(name, "has written lost weights%s", self.progress())
             return
-        self._renew(name)
+        self._renew(name, label if error is None else None)
         if error is not None:
             self.make_blank(keeps_some=False)
             return
@@ -370,10 +384,10 @@ class OutsideWrites:
             return None
         return sum(report["num_missing"] for report in self._found)
 
-    def _renew(self, name: str) -> None:
+    def _renew(self, name: str, label: str | None = None) -> None:
         """Claim no version for the live weights, and drop the rollback target."""
         controller, core = self._controller, self._core
-        controller.live_version.reset()
+        controller.live_version.reset(label)
         controller.live_version.forget_before()
         controller.updates.end(
             UpdateBusy(
@@ -401,6 +415,7 @@ class OutsideWrites:
 
     def _acknowledge(self, name: str) -> None:
         """Make the ranks forget the digests and samples of their live weights."""
+        self._controller.counts.outside_writes[name] += 1
         try:
             self._controller.ranks.overwrite("let_go")
         except Exception as fault:  # a transfer of the update that was ended above

@@ -24,6 +24,9 @@ from vllm.inflight.errors import BaseMismatch, VersionConflict
 from vllm.inflight.messages import FlipTo
 from vllm.inflight.update import Version
 
+UNTRACKED = "untracked"
+"""The beginning of the label of weights that no update has brought."""
+
 START = "start"
 """The lineage of the weights that an engine starts with."""
 
@@ -168,10 +171,15 @@ class LiveVersion:
         """Forget the digest, because the live weights are lost."""
         self._change_version(dataclasses.replace(self.version, digest=None))
 
-    def reset(self) -> None:
-        """Begin a version without label and digest, after an out-of-band write."""
+    def reset(self, label: str | None = None) -> None:
+        """Begin a version without a digest, after an out-of-band write.
+
+        Args:
+            label: of the version; None: `untracked-<epoch>`.
+
+        """
         self._age_cache(None)
-        self._take_on(None, None, None)
+        self._take_on(label or f"{UNTRACKED}-{self._state.epoch + 1}", None, None)
         lineage = _onto(self.lineage, "others")
         self._change(live=WeightSet(self.version, None, None, lineage), between=None)
         self._note()

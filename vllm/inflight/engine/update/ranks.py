@@ -103,10 +103,9 @@ class Ranks:
         has_drafter = any(reply.get("has_drafter") for reply in replies)
         self.has_drafter = has_drafter and not self.has_mtp
         """Whether a drafter with tensors of its own is staged with the model."""
-        self.methods: dict[str, list[str]] = next(
-            (reply["methods"] for reply in replies if "methods" in reply), {}
-        )
-        """Methods of the workers with the name of a known call → their parameters."""
+        found = self.overwrite("methods") if self._has_tripwires else [None]
+        self.methods: dict[str, list[str]] = found[0] or {}
+        """Methods of the workers that known calls name → their parameters."""
         if has_drafter or self.has_mtp:
             reasons.append(lagging_drafter(kind, num_ranks))
         self.reason = next(filter(None, [self.reason, *reasons]), None)

@@ -29,6 +29,8 @@ Replies = dict[str, Reply]
 
 LIVE_FACTS = "weight_version", "epoch", "digest", "step", "committed_at"
 """What a rollback and `/weight_info` both say of the live version."""
+TARGET_FACTS = "weight_version", "digest"
+"""What the rollback targets of several engines have in common."""
 
 
 class WaitTimeout(DeadlineExceeded, TimeoutError):
@@ -144,7 +146,7 @@ class Controls:
             return self._all(lambda e: rolled_back(e, to_version, mode, budget), budget)
         before = self.weight_info(budget)
         targets = {
-            name: tuple((info["previous"] or {}).get(f) for f in LIVE_FACTS[::2])
+            name: tuple((info["previous"] or {}).get(fact) for fact in TARGET_FACTS)
             for name, info in before.items()
         }
         if len(set(targets.values())) > 1:

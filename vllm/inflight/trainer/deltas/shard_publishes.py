@@ -13,6 +13,7 @@ from vllm.inflight.trainer.deltas.ranks import TrainerRanks
 from vllm.inflight.trainer.deltas.shard_updates import ShardUpdates
 from vllm.inflight.trainer.outcome import Outcome
 from vllm.inflight.trainer.sources import stream as sources
+from vllm.inflight.trainer.sources.cast import Cast
 from vllm.inflight.trainer.sources.shards import OwnShard
 from vllm.inflight.update import Manifest, TensorSpec
 
@@ -36,6 +37,7 @@ class ShardPublishes:
     Args:
         source: the weights.
         rename: from the names of the source to those of the model.
+        cast: the dtype that tensors are compared and sent in.
         policy: `auto`, `always` or `off`.
         scrub_every: deltas from one scrub of the kept shards to the next; 0: none.
 
@@ -48,10 +50,11 @@ class ShardPublishes:
         self,
         source: sources.Source,
         rename: Callable[[str], str],
+        cast: Cast,
         policy: str,
         scrub_every: int,
     ) -> None:
-        self._source, self._rename = source, rename
+        self._source, self._rename, self._cast = source, rename, cast
         self._ranks = TrainerRanks()
         self._updates = ShardUpdates(
             self._ranks,
@@ -101,7 +104,7 @@ class ShardPublishes:
 
     def read_shards(self) -> list[OwnShard]:
         """What this rank has, under the names of the model."""
-        found = sources.shards(self._source)
+        found = sources.shards(self._source, self._cast)
         return [replace(shard, name=self._rename(shard.name)) for shard in found]
 
     def _led(
@@ -149,12 +152,12 @@ class ShardPublishes:
             TensorSpec(
                 self._rename(name), fact.shape, str(fact.dtype).removeprefix("torch.")
             )
-            for name, fact in sources.facts(self._source)
+            for name, fact in sources.facts(self._source, self._cast)
         ]
         self._updates.send(self, facts, self._gathered, transfer)
 
     def _gathered(self) -> Iterable[sources.Pair]:
-        pairs = sources.tensors(self._source)
+        pairs = sources.tensors(self._source, self._cast)
         return ((self._rename(name), tensor) for name, tensor in pairs)
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from vllm.inflight.errors import ConfigError, Malformed
+from vllm.inflight.trainer.sources.cast import Cast, dtype_of
 from vllm.inflight.trainer.sources.checkpoint_layout import (
     CheckpointLayout,
     find_revert,
@@ -55,8 +57,8 @@ def check_source(source: object) -> None:
         )
 
 
-def tensors(source: Source) -> Iterator[Pair]:
-    """Every tensor of `source` once, gathered and detached, as (name, tensor).
+def tensors(source: Source, cast: Cast = None) -> Iterator[Pair]:
+    """Every tensor of `source` once, gathered, detached and cast: (name, tensor).
 
     Sharded tensors are gathered, one tensor or layer at a time. Gathering is
     collective: ranks that do not publish must iterate too. A tensor is valid until the
@@ -66,11 +68,20 @@ def tensors(source: Source) -> Iterator[Pair]:
         source: a module, a state dict, an iterable of pairs, or a callable that returns
             one of these. A module gives its parameters and persistent buffers. A model
             of transformers gives the tensors of its checkpoint.
+        cast: the dtype to cast them to.
 
     Raises:
+        ConfigError: a tensor cannot be cast to what `cast` gives for its name.
         Malformed: an entry is not a named tensor, or cannot be sent.
 
     """
+    with gathering(_as_they_are(source)) as pairs:
+        for name, tensor in pairs:
+            yield name, tensor.to(dtype_of(name, tensor.dtype, cast))
+
+
+def _as_they_are(source: Source) -> Iterator[Pair]:
+    """Every tensor, in the dtype that the source has it in."""
     named = _read(source)
     if isinstance(named, torch.nn.Module):
         yield from _of_module(named)
@@ -80,15 +91,22 @@ def tensors(source: Source) -> Iterator[Pair]:
             yield from gathered.items()
 
 
-def facts(source: Source) -> Iterator[tuple[str, Fact]]:
+def facts(source: Source, cast: Cast = None) -> Iterator[tuple[str, Fact]]:
     """Name, dtype and shape of every tensor that `tensors` yields, in the same order.
 
     This gathers as little as possible, but it may be collective as well.
 
     Raises:
+        ConfigError: as `tensors` raises it.
         Malformed: an entry is not a named tensor, or cannot be sent.
 
     """
+    for name, known in _facts_as_they_are(source):
+        yield name, known._replace(dtype=dtype_of(name, known.dtype, cast))
+
+
+def _facts_as_they_are(source: Source) -> Iterator[tuple[str, Fact]]:
+    """The same, with the dtypes that the source has."""
     named = _read(source)
     if isinstance(named, torch.nn.Module):
         module = module_tensors(named)
@@ -103,7 +121,7 @@ def facts(source: Source) -> Iterator[tuple[str, Fact]]:
         yield name, fact(tensor)
 
 
-def shards(source: Source) -> list[OwnShard]:
+def shards(source: Source, cast: Cast = None) -> list[OwnShard]:
     """What this rank has of the tensors that `tensors` yields; not collective.
 
     Raises:
@@ -124,7 +142,11 @@ def shards(source: Source) -> list[OwnShard]:
     else:
         pairs = _checked(named)
     found = (own_shard(name, tensor) for name, tensor in pairs)
-    return [shard for shard in found if shard is not None]
+    return [
+        replace(one, tensor=one.tensor.to(dtype_of(one.name, one.tensor.dtype, cast)))
+        for one in found
+        if one is not None
+    ]
 
 
 def _of_module(source: torch.nn.Module, *, converts: bool = True) -> Iterator[Pair]:

@@ -162,6 +162,22 @@ def log_differences(
         _compare(log, live, zeroed.param, zeroed.view, zero.expand(zeroed.view[1]))
 
 
+def log_parameter(
+    log: ChangeLog, live: Mapping[str, torch.Tensor], param: str, content: torch.Tensor
+) -> None:
+    """Log the elements in which a whole parameter differs from what is served.
+
+    Args:
+        log: of the rank.
+        live: the live parameters, by name.
+        param: name of the parameter.
+        content: in the shape that is served.
+
+    """
+    view = 0, tuple(content.shape), live[param].stride()
+    _compare(log, live, param, view, content)
+
+
 def _compare(
     log: ChangeLog,
     live: Mapping[str, torch.Tensor],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 
 import numpy as np
 import torch
@@ -60,6 +61,9 @@ class DeviceWriter:
         self._rows[:, 10] = np.array([ops.NAN_BYTES.get(d, -1) for d in dtypes])[number]
         steps = np.concatenate([each.steps for each in places])
         self._rows[:, 11:13], self._rows[:, 16:] = steps[:, :2], steps[:, 2:]
+        self._are_flat = np.concatenate([each.are_flat for each in places])
+        sizes = [prod(copied.part[1]) for copied in self._copies]
+        self._rows[:, 16] = np.where(self._are_flat, sizes, self._rows[:, 16])
         shape = len(places), SUMS
         self._sums = torch.zeros(shape, dtype=torch.int64, device=device)
 
@@ -104,11 +108,13 @@ class DeviceWriter:
             columns = firsts.tolist(), (firsts + counts).tolist(), widths.tolist()
             note(ChangedElements(offsets, tuple(map(Stretch, params, *columns))))
         rows[:, 5] = counts
-        for width in np.unique(widths).tolist():
-            own = widths == width
+        are_flat = self._are_flat[copy]
+        kinds = zip(widths.tolist(), are_flat.tolist(), strict=True)
+        for width, is_flat in sorted(set(kinds)):
+            own = (widths == width) & (are_flat == is_flat)
             num_programs = -(-counts[own] // kernels.BLOCK)
             table = launch_table(rows[own], 6, num_programs, self._device)
-            kernels.write(*table, self._sums, width, log_sums)
+            kernels.write(*table, self._sums, width, log_sums, are_flat=is_flat)
         del held  # later work of this stream alone gets that memory
 
     def _only_own(
@@ -172,25 +178,26 @@ def warm(
 
     """
     for width in {dtype.itemsize for dtype in dtypes}:
-        # Changes that are far apart, which are coded as gaps, and one that is not.
+        # Changes that are far apart, which are coded as gaps, and one that is not; a
+        # matrix that is served turned, whose places have to be divided.
         olds = [
-            torch.zeros(size, dtype=ops.INTEGERS[width], device="cpu")
-            for size in (4096, 1)
+            torch.zeros(shape, dtype=ops.INTEGERS[width], device="cpu")
+            for shape in ((4096,), (1,), (64, 64))
         ]
         encoder, parts = Encoder(), list[Part]()
         for number, old in enumerate(olds):
             new = old.clone()
-            new[::512] = 1
+            new.view(-1)[::512] = 1
             parts += encoder.add(number, old, new)
         (host,) = [*parts, *encoder.finish()]
         part = Part(host.table, host.data.to(device))
         part.check([old.numel() for old in olds], [width] * len(olds))
         live, shadow = (
-            {str(number): old.to(device) for number, old in enumerate(olds)}
+            {str(number): old.t().to(device) for number, old in enumerate(olds)}
             for _ in ("live", "shadow")
         )
         log = ChangeLog(device, 1 << 12) if is_logged else None
-        places = [flat_place(*each) for each in enumerate(olds)]
+        places = [own_place(*each) for each in enumerate(olds)]
         writer = DeviceWriter(device, live, shadow if log is None else log, places)
         logs: list[ChangedElements] = []
         writer.write(decode(part), logs.append)
@@ -199,10 +206,12 @@ def warm(
         writer.results()
 
 
-def flat_place(number: int, tensor: torch.Tensor) -> Destinations:
-    """The places of a flat tensor that is served as a parameter of its own."""
-    view = 0, tuple(tensor.shape), tuple(tensor.stride())
-    copied = Copied(str(number), view, view, tensor, is_exact=True)
+def own_place(number: int, tensor: torch.Tensor) -> Destinations:
+    """The places of a tensor that is served as a parameter of its own, turned around if
+    it is a matrix."""
+    part = 0, tuple(tensor.shape), tuple(tensor.stride())
+    view = 0, tuple(tensor.shape), tuple(tensor.t().contiguous().t().stride())
+    copied = Copied(str(number), view, part, tensor, is_exact=True)
     entry = Entry(tensor.shape, tensor.dtype, [copied], is_proved=True)
     places = Destinations.of(entry)
     assert places is not None

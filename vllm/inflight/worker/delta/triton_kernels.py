@@ -20,6 +20,10 @@ DIMS = 4
 COLUMNS = 16 + 3 * DIMS
 """int64 values of a row of `write`; device_writer.py fills it."""
 
+NUM_WARPS = 8
+"""Of a program of `write`. With four, a thread needs so many registers that a
+multiprocessor has too few programs to wait for the memory with."""
+
 COPY_COLUMNS = 5
 """int64 values of a row of `copy`."""
 
@@ -41,11 +45,12 @@ def _write(
     WIDTH: tl.constexpr,
     INTEGER: tl.constexpr,
     BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
     DIMS: tl.constexpr,
     IS_LOGGED: tl.constexpr,
 ):
     program = tl.program_id(0)
-    row = rows + tl.load(owners + program).to(tl.int64) * (16 + 3 * DIMS)
+    row = rows + tl.load(owners + program).to(tl.int64) * COLUMNS
     places = tl.load(row).to(tl.pointer_type(tl.int64))
     bits = tl.load(row + 1).to(tl.pointer_type(INTEGER))
     live = tl.load(row + 2).to(tl.pointer_type(INTEGER))
@@ -65,15 +70,20 @@ def _write(
     left = place - tl.load(row + 11)
     offset = tl.zeros((BLOCK,), tl.int64) + tl.load(row + 12)
     is_here = inside & (left >= 0)
-    for dim in tl.static_range(DIMS):
-        size = tl.load(row + 16 + 3 * dim)
-        step = tl.load(row + 17 + 3 * dim)
-        to = tl.load(row + 18 + 3 * dim)
-        index = left // step
-        left -= index * step
-        offset += index * to
-        is_here &= index < size
-    is_here &= left == 0
+    if DIMS == 0:
+        # Both are in one piece, so nothing has to be divided.
+        offset += left
+        is_here &= left < tl.load(row + 16)
+    else:
+        for dim in tl.static_range(DIMS):
+            size = tl.load(row + 16 + 3 * dim)
+            step = tl.load(row + 17 + 3 * dim)
+            to = tl.load(row + 18 + 3 * dim)
+            index = left // step
+            left -= index * step
+            offset += index * to
+            is_here &= index < size
+        is_here &= left == 0
     change = tl.load(bits + at, mask=is_here, other=0)
     before = tl.load(live + offset, mask=is_here, other=0)
     now = tl.where(is_added != 0, before + change, change).to(INTEGER)
@@ -122,6 +132,8 @@ def write(
     sums: torch.Tensor,
     width: int,
     log_sums: torch.Tensor | None = None,
+    *,
+    are_flat: bool = False,
 ) -> None:
     """Write changes of one element width into the shadow weights, or into a log.
 
@@ -131,6 +143,8 @@ def write(
         sums: int64 [tensors, SUMS]; it is added to.
         width: bytes of an element.
         log_sums: of the log of delta staging, see change_log.py; None without it.
+        are_flat: whether parts and views of all rows are in one piece. Then each row
+            has the number of its elements in place of the first size.
 
     """
     _write[(len(owners),)](
@@ -138,8 +152,10 @@ def write(
         WIDTH=width,
         INTEGER=INTEGERS[width],
         BLOCK=BLOCK,
-        DIMS=DIMS,
+        COLUMNS=COLUMNS,
+        DIMS=0 if are_flat else DIMS,
         IS_LOGGED=log_sums is not None,
+        num_warps=NUM_WARPS,
     )
 
 

@@ -40,6 +40,7 @@ from vllm.inflight.worker.delta.device_writer import DeviceWriter, copy_elements
 from vllm.inflight.worker.delta.order import Order
 from vllm.inflight.worker.delta.shares import Term, share
 from vllm.inflight.worker.model.layers import parameters_by_name
+from vllm.inflight.worker.replay_plan import Entry
 from vllm.inflight.worker.shadow.carry_over import copy_unsent
 from vllm.inflight.worker.shadow.changed_elements import (
     ChangedElements,
@@ -47,6 +48,7 @@ from vllm.inflight.worker.shadow.changed_elements import (
     elements,
 )
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
+from vllm.inflight.worker.verify.checks import IS_TIED, untied
 from vllm.inflight.worker.verify.content import Content, Facts
 from vllm.inflight.worker.verify.drift import Sampler, Samples, sample_places
 
@@ -61,6 +63,8 @@ class DeltaWriter:
         shadow: the shadow model, whose parameters lie where they are served.
         specs: the announced tensors; the parts have their numbers.
         served: the content of the served weights.
+        live: the served parameters.
+        allow_nonfinite: whether NaN and Inf are accepted.
         received: called with the bytes of each part, and the tensors so far.
         between: called after each parameter that is brought up, with the bytes so far.
 
@@ -72,6 +76,7 @@ class DeltaWriter:
         specs: Mapping[str, TensorSpec],
         served: Content,
         *,
+        live: Mapping[str, torch.Tensor],
         allow_nonfinite: bool,
         received: Callable[[int, int], None],
         between: Callable[[int], None],
@@ -86,10 +91,15 @@ class DeltaWriter:
         self._between = between
         self._parts = ArrivingParts()
         self._order = Order(self._specs)
-        self._live = parameters_by_name(shadow.live)
-        self._new = parameters_by_name(shadow.module)
+        self._live = live
+        self._new: Mapping[str, torch.Tensor] = {}
+        """The shadow parameters; none with delta staging."""
+        if self._log is None:
+            self._new = parameters_by_name(shadow.module)
         self._places: list[Destinations] = []
         """Of each tensor that the delta changes."""
+        self._is_idle = np.zeros(len(self._specs), dtype=bool)
+        """Whether the engine has no use for a tensor; then nothing is written of it."""
         self._dtypes = [getattr(torch, spec.dtype) for spec in self._specs]
         self._announced = _halves(spec.digest for spec in self._specs)
         """The digest of each tensor, in halves."""
@@ -116,7 +126,9 @@ class DeltaWriter:
         """
         assert self._shadow.module is not None
         known = KnownDestinations.of(self._shadow.module)
-        self._places = [self._find(spec, known) for spec in self._specs]
+        self._places = [
+            self._find(number, spec, known) for number, spec in enumerate(self._specs)
+        ]
         for name in self.params if self._log is None else ():
             if self._new[name].device != self._live[name].device:
                 raise DeltaUnsupported(
@@ -201,7 +213,16 @@ class DeltaWriter:
                     f"{self._num_bad[number]} of its changed elements become NaN or Inf"
                 )
                 found.append((spec.name, Cause.NOT_FINITE, why))
-        return found
+        wrong = {name for name, _, _ in found}
+        heads = [name for name in self._untied_heads() if name not in wrong]
+        return found + [(name, *IS_TIED) for name in heads]
+
+    def _untied_heads(self) -> list[str]:
+        """Tied heads that would differ from the embedding, which is served for them."""
+        ignored = self._shadow.ignored
+        if not ignored.has_tied_head:
+            return []
+        return untied({**self._served.facts, **self._facts}, ignored)
 
     @functools.cached_property
     def _served_digests(self) -> NDArray[np.uint64]:
@@ -225,9 +246,13 @@ class DeltaWriter:
 
     @property
     def unserved(self) -> list[str]:
-        """The announced tensors that this rank serves nothing of."""
-        pairs = zip(self._specs, self._places, strict=True)
-        return [spec.name for spec, places in pairs if not places.copies]
+        """The announced tensors that another rank has to serve."""
+        each = zip(self._specs, self._places, self._is_idle, strict=True)
+        return [
+            spec.name
+            for spec, places, is_idle in each
+            if not places.copies and not is_idle
+        ]
 
     def _found(self, number: int) -> Term:
         """What this rank has found of a tensor that is cut."""
@@ -244,26 +269,39 @@ class DeltaWriter:
 
     def content(self) -> Content:
         """The content of the changed tensors."""
-        # Of a tensor that is cut, the ranks prove it together: see shares.py.
-        facts: dict[str, Facts] = {
+        if self._on_device is None:
+            self._taken = self._samples()
+        return Content(self._facts, self._taken)
+
+    @functools.cached_property
+    def _facts(self) -> dict[str, Facts]:
+        """The changed tensors as they were announced.
+
+        Of a tensor that is cut, the ranks prove the digest together: see shares.py. Of
+        one that is idle nobody does, as nothing of it is served.
+        """
+        return {
             spec.name: (spec.dtype, spec.shape, (a, b))
             for spec, (a, b) in zip(self._specs, self._announced.tolist(), strict=True)
         }
-        if self._on_device is None:
-            self._taken = self._samples()
-        return Content(facts, self._taken)
 
-    def _find(self, spec: TensorSpec, known: KnownDestinations) -> Destinations:
+    def _find(
+        self, number: int, spec: TensorSpec, known: KnownDestinations
+    ) -> Destinations:
         facts = self._served.facts.get(spec.name)
         plan, is_shared = self._shadow.plan, self._shadow.is_whole_over_ranks
         entry = plan.known(spec.name)
         found = known.find(spec.name, entry)
-        if is_shared and entry is None and plan.passes_over(spec.name):
+        is_idle = found is None and self._shadow.ignored.is_spare(spec.name)
+        if is_idle or (is_shared and entry is None and plan.passes_over(spec.name)):
             found = Destinations.nowhere(spec.shape, getattr(torch, spec.dtype))
+        self._is_idle[number] = is_idle
         is_served = found is not None and (
-            found.has_all or (is_shared and found.is_once)
+            found.has_all or is_idle or (is_shared and found.is_once)
         )
         if facts is None or found is None or not is_served:
+            if entry is not None and any(not each.is_exact for each in entry.copies):
+                raise self._of_another_dtype(spec, entry)
             raise DeltaUnsupported(
                 f"{spec.name!r} is not served here as a copy of the checkpoint's "
                 "tensor, so a delta cannot change it element by element",
@@ -276,6 +314,21 @@ class DeltaWriter:
                 f"{spec.dtype}, and {list(shape)} {dtype} of it is served"
             )
         return found
+
+    def _of_another_dtype(self, spec: TensorSpec, entry: Entry) -> DeltaUnsupported:
+        """The error for a tensor that the loader converts."""
+        served = {
+            str(self._live[copied.param].dtype).removeprefix("torch.")
+            for copied in entry.copies
+        }
+        dtype = ", ".join(sorted(served))
+        return DeltaUnsupported(
+            f"{spec.name!r} comes as {spec.dtype} and is served as {dtype}, so a delta "
+            "cannot change it element by element",
+            tensors=[spec.name],
+            remedy=f"Cast it to {dtype} in the trainer before it is compared (dtype= "
+            "of Publisher and of Weights), or send whole versions.",
+        )
 
     def _write(self, changes: DecodedPart) -> None:
         """Write the changes of one part."""
@@ -320,16 +373,23 @@ class DeltaWriter:
         """Samples of the changed tensors, read from the shadow weights.
 
         None if this rank does not serve the whole of one of them. None as well with
-        delta staging, where the new tensors are nowhere as a whole.
+        delta staging, where the new tensors are nowhere as a whole. An idle tensor has
+        no sample but that of its twin, as a tied head has the embedding's.
         """
-        is_here = all(places.has_all for places in self._places)
-        if self._log is not None or not is_here:
+        has_all = np.array([places.has_all for places in self._places], dtype=bool)
+        if self._log is not None or not (has_all | self._is_idle).all():
             return None
+        served = np.flatnonzero(~self._is_idle).tolist()
+        twins = {self._facts[self._specs[number].name]: number for number in served}
         shadow = self._shadow
         sampler = Sampler(shadow.views, shadow.plan, shadow.device)
         pairs: list[Pair] = []
         for number, spec in enumerate(self._specs):
-            entry = shadow.plan.known(spec.name)
+            if self._is_idle[number]:
+                if (twin := twins.get(self._facts[spec.name])) is None:
+                    continue
+                number = twin
+            entry = shadow.plan.known(self._specs[number].name)
             if entry is not None and entry.home is not None:
                 pairs.append((spec.name, entry.home.tensor))
             else:

@@ -15,6 +15,8 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.errors import WrongPhase
+from vllm.inflight.frameworks.known_call import methods_of
+from vllm.inflight.frameworks.table import known_calls
 from vllm.inflight.worker.integrity.tripwire import WriteReport, tripwire_of
 from vllm.inflight.worker.lora import kept
 from vllm.inflight.worker.step_tracker import between_steps
@@ -112,6 +114,16 @@ def announce_loads(
         tripwire.before_load = before_load
 
 
+def methods(worker: upstream.WorkerBase) -> dict[str, list[str]]:
+    """The methods of the worker that known calls name; see `methods_of`.
+
+    Raises:
+        ConfigError: an entry point names no known call.
+
+    """
+    return methods_of(type(worker), known_calls())
+
+
 def arm(worker: upstream.WorkerBase) -> None:
     """See `Tripwire.arm`."""
     if (tripwire := tripwire_of_worker(worker)) is not None:
@@ -198,6 +210,7 @@ MOVES: dict[str, Callable[..., Any]] = {
     "attach": attach,
     "adopt_loads": adopt_loads,
     "announce_loads": announce_loads,
+    "methods": methods,
     "arm": arm,
     "look": look,
     "overwritten": overwritten,

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
@@ -399,10 +399,23 @@ def marks_of(
         for name, layer, key, param in parameters(module)
         if name not in copied and not (key == "weight" and PACKED in vars(layer))
     ]
+    return digests_of(named, layout.device)
+
+
+def digests_of(
+    named: Sequence[tuple[str, torch.Tensor]], device: torch.device
+) -> Digests:
+    """The digests of parameters, as a scrub computes them.
+
+    Args:
+        named: their names and contents.
+        device: of the contents, or of the model whose packings these are.
+
+    """
     if not named:  # as usual on a GPU, which is not asked then
         return {}
-    sums = Sums(layout.device, len(named))
-    reading = Reading(Scratch(layout.device))
+    sums = Sums(device, len(named))
+    reading = Reading(Scratch(device))
     for row, (_, tensor) in enumerate(named):
         reading.add_whole(row, tensor)
     reading.close()

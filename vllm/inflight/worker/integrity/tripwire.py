@@ -31,7 +31,9 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from vllm.inflight import upstream
+from vllm.inflight.errors import Conflict
 from vllm.inflight.update import DRAFT
+from vllm.inflight.worker.adopted_call import is_calling, rejected
 from vllm.inflight.worker.integrity import fingerprint
 from vllm.inflight.worker.model import layerwise_reload
 from vllm.inflight.worker.model.drafter import served_by, trees
@@ -370,6 +372,13 @@ class NotedLoad:
 
     def __call__(self, weights: Iterable[Any], *args: object, **kwargs: object) -> Any:
         """Load, as the model does."""
+        if is_calling():
+            error = Conflict(
+                "a method of the worker extension loads into the live model, which it "
+                "has kept since an earlier call, and its calls are adopted; start the "
+                "engine with --inflight-adopt off"
+            )
+            raise rejected(error)
         if (tripwire := tripwire_of(self._model)) is not None:
             adopted = None
             if tripwire.adopter is not None and not tripwire.is_loading():

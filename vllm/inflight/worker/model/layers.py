@@ -15,7 +15,8 @@ changes with them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from operator import is_
+from itertools import chain
+from operator import attrgetter, is_
 
 import torch
 
@@ -82,11 +83,12 @@ class Walked:
         return len(now) == len(self._found) and all(map(is_, now, self._found))
 
     def _all(self) -> list[object]:
-        found: list[object] = []
-        for layer in self._layers:
-            found += layer._modules.values()
-            found += layer._parameters.values()
-        return found
+        # Without a loop of Python: a model of 36 layers has 1,200 of these dicts.
+        dicts = chain(map(_modules_of, self._layers), map(_parameters_of, self._layers))
+        return list(chain.from_iterable(map(dict.values, dicts)))
+
+
+_modules_of, _parameters_of = attrgetter("_modules"), attrgetter("_parameters")
 
 
 FILLED = ("layer_scalar",)

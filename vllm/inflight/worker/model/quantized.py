@@ -6,12 +6,16 @@ the live layer. Every update goes through upstream's layerwise reload, which loa
 layer beside them, processes it and copies the result into them. A kernel may keep a
 part of a version beside the parameters; that part is flipped with them.
 
+With delta staging the parameters of the shadow model have no memory, so that copy does
+nothing. What processing has made of a layer is compared with the live layer instead;
+see `watch`.
+
 Only kernels that were shown to equal a fresh engine are accepted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -180,6 +184,42 @@ def kept(live: torch.nn.Module, second: torch.nn.Module) -> Iterator[tuple[Any, 
     for name in KEPT.get(type(a).__name__, ()):
         if name in vars(a):  # with AMX, all parts are parameters
             yield a, b, name
+
+
+def watch(
+    live: torch.nn.Module,
+    second: torch.nn.Module,
+    processed: Callable[[str, torch.Tensor], None],
+) -> None:
+    """Have the processing of a quantised layer of the shadow model tell its results.
+
+    Args:
+        live: the live model.
+        second: the shadow model.
+        processed: called with the name of each parameter that the live layer has, and
+            its content in the shadow layer, after that was processed.
+
+    """
+    keys: dict[torch.nn.Module, list[tuple[str, str]]] = {}
+    methods: dict[int, Any] = {}
+    for (path, a), (_, b) in zip(layers(live), layers(second), strict=True):
+        if is_quantised(b):
+            own = (key for key, param in a._parameters.items() if param is not None)
+            keys[b] = [(f"{path}.{key}" if path else key, key) for key in own]
+            methods[id(b.quant_method)] = b.quant_method
+
+    def behind(original: Callable[[torch.nn.Module], None]) -> Callable[..., None]:
+        def process(layer: torch.nn.Module) -> None:
+            original(layer)
+            for name, key in keys[layer]:
+                processed(name, getattr(layer, key).data)
+
+        return process
+
+    for method in methods.values():
+        method.process_weights_after_loading = behind(
+            method.process_weights_after_loading
+        )
 
 
 def difference(live: torch.nn.Module, second: torch.nn.Module) -> str | None:

@@ -70,5 +70,7 @@ def elements(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def reach(param: torch.Tensor) -> int:
     """Elements from the first to the last of a parameter, with gaps."""
+    if param.is_contiguous():
+        return param.numel()
     steps = zip(param.shape, param.stride(), strict=True)
     return 1 + sum((n - 1) * step for n, step in steps) if param.numel() else 0

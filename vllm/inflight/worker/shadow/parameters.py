@@ -74,17 +74,36 @@ def in_place_of(built: torch.nn.Parameter, data: torch.Tensor) -> torch.nn.Param
     return made
 
 
-def make_hollow(module: torch.nn.Module) -> None:
-    """Take the memory of the parameters of `module`, which are in kernel format."""
+def make_hollow(
+    live: torch.nn.Module, module: torch.nn.Module, device: torch.device
+) -> None:
+    """Take the memory of the parameters of `module`, which get kernel format.
+
+    Upstream's layerwise reload gives a quantised layer memory while it is loaded, all
+    but its bias, which it loads in place.
+
+    Args:
+        live: the model that is served.
+        module: a second tree of it.
+        device: of the live model.
+
+    """
+    mirror_processed(live, module, make_empty)
+    quantised = quantised_layers(module)
+    for layer in quantised:
+        bias = layer._parameters.get("bias")
+        if bias is not None:
+            data = torch.zeros(bias.shape, dtype=bias.dtype, device=device)
+            layer._parameters["bias"] = in_place_of(bias, data)
     made: dict[int, torch.nn.Parameter] = {}
     for layer in module.modules():
         for key, param in layer._parameters.items():
-            if param is None or param.is_meta:
+            if param is None or param.is_meta or is_quantised(layer):
                 continue
             if id(param) not in made:  # tied layers share one object
                 made[id(param)] = in_place_of(param, param.data.to("meta"))
             layer._parameters[key] = made[id(param)]
-    ModelState.of(module).set(Mirrored([]))
+    ModelState.of(module).set(Mirrored(quantised))
 
 
 @contextmanager
@@ -104,11 +123,7 @@ def lent_memory(
                 if param is None or (name := named.get(id(param))) is None:
                     continue
                 if name not in lent:  # tied layers share one object
-                    data = torch.empty_strided(
-                        *(param.shape, param.stride()),
-                        dtype=param.dtype,
-                        device=device,
-                    )
+                    data = make_empty(param, device)
                     lent[name] = in_place_of(param, data)
                 replaced.append((layer, key, param))
                 layer._parameters[key] = lent[name]
@@ -154,6 +169,15 @@ def make_pinned(tensor: torch.Tensor) -> torch.Tensor:
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu", pin_memory=True
     )
     return shadow_param.copy_(tensor)
+
+
+def make_empty(
+    tensor: torch.Tensor, device: torch.device | str = "meta"
+) -> torch.Tensor:
+    """A tensor of the same form without its content; on `meta`, without memory."""
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device
+    )
 
 
 def make_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,9 +11,9 @@ On a GPU its parameters are shadow parameters (see parameters.py). They lie in t
 shadow range of the arena. Without an arena they lie in memory that a commit copies
 from.
 
-With delta staging the parameters of this tree have no memory at all: they are on
-`meta`. The tree tells what the loaders would do with a tensor, and a log takes the
-elements that an update changes (change_log.py).
+With delta staging the parameters of this tree have no memory: they are on `meta`, but
+for biases of quantised layers. The tree tells what the loaders would do with a tensor,
+and a log takes the elements that an update changes (change_log.py).
 """
 
 from __future__ import annotations
@@ -117,6 +117,9 @@ class ShadowModel:
         self.log: ChangeLog | None = None
         """What an update changes, with delta staging; there are no shadow parameters
         then."""
+        self.take_processed: Callable[[str, torch.Tensor], None] | None = None
+        """With delta staging: called with each parameter of a quantised layer that an
+        update has loaded, and with what processing has made of it."""
         self.tables: gpu_digest.Tables = {}
         self.views: dict[str, torch.Tensor] = {}
         """Checkpoint name → the view that samples a tensor received in place."""
@@ -213,13 +216,16 @@ class ShadowModel:
     def _open_log(self) -> str | None:
         """Allocate the log of delta staging; returns the reason if there is none."""
         assert self.module is not None
+        for layer in self.module.modules():
+            upstream.get_layerwise_info(layer).restore_device = self.device
+        parameters.make_hollow(self.live, self.module, self.device)
         if (reason := support.layouts_differ(self.live, self.module)) is not None:
             return reason
+        quantized.watch(self.live, self.module, self._processed_one)
         dtypes = {param.dtype for param in self.module.parameters()}
         if self.device.type == "cuda":
             gpu_digest.warm(self.device, dtypes)
         self.plan = Plan(is_replayed=False)
-        parameters.make_hollow(self.module)
         capacity = capacity_of(self._config.delta_gib, self.nbytes)
         on_host = host_capacity_of(self._config.delta_host_gib, self.nbytes)
         try:
@@ -227,6 +233,11 @@ class ShadowModel:
         except OutOfDeviceMemory as error:
             return str(error)
         return None
+
+    def _processed_one(self, param: str, content: torch.Tensor) -> None:
+        """Upstream has processed a parameter of a quantised layer."""
+        if self.take_processed is not None:
+            self.take_processed(param, content)
 
     def _note_parameters(self) -> None:
         """Record the parameters to fill, while they are in load format."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from copy import copy
 
 import numpy as np
 import torch
@@ -19,8 +20,9 @@ import torch
 from vllm.inflight import ops
 from vllm.inflight.delta.device_decode import launch_table
 from vllm.inflight.errors import ArenaTorn
-from vllm.inflight.worker.shadow.change_log import SUMS, ChangeLog, Logged, Numbers
+from vllm.inflight.worker.shadow.change_log import SUMS, ChangeLog
 from vllm.inflight.worker.shadow.changed_elements import elements, reach
+from vllm.inflight.worker.shadow.log_entries import LogEntries, Logged, Numbers
 
 Found = tuple[ops.Digest, int]
 """What a swap has exchanged: the sum over the elements, and their number."""
@@ -47,15 +49,24 @@ class Swap:
         self._terms, self._num = log.expected()
         self._is_back = False
         """Whether the next swap brings the elements of the update out again."""
-        names = sorted(log.params)
-        self._addresses = [(n, live[n], live[n].data_ptr()) for n in names]
-        self._held = log.memory, [live[name] for name in names]
-        """Tensors at whose addresses the swap reads and writes."""
+        self._live = {name: live[name] for name in sorted(log.entries.params)}
+        self._addresses = {n: param.data_ptr() for n, param in self._live.items()}
+        self._take(log.entries)
+
+    def _take(self, entries: LogEntries) -> None:
+        self._held = entries.memory
+        """Tensors at whose addresses the swap reads and writes, with `_live`."""
         self._swap: _OnHost | _OnDevice
         if self._device.type == "cuda":
-            self._swap = _OnDevice(self._device, log, live)
+            self._swap = _OnDevice(self._device, entries, self._live)
         else:
-            self._swap = _OnHost(log, live)
+            self._swap = _OnHost(entries, self._live)
+
+    def of(self, entries: LogEntries) -> Swap:
+        """The same swap, of entries that have moved to other memory."""
+        made = copy(self)
+        made._take(entries)
+        return made
 
     def __call__(self) -> float:
         """Exchange all elements, or none; returns the seconds it took.
@@ -66,8 +77,8 @@ class Swap:
             ArenaTorn: some elements are exchanged, and were not exchanged back.
 
         """
-        for name, param, address in self._addresses:
-            if param.data_ptr() != address:
+        for name, param in self._live.items():
+            if param.data_ptr() != self._addresses[name]:
                 raise RuntimeError(f"{name} does not lie where it was compared")
         started = time.perf_counter()
         expected = ops.Digest.ZERO - self._terms if self._is_back else self._terms
@@ -94,20 +105,20 @@ class Swap:
 
 
 def _rows(
-    log: ChangeLog, live: Mapping[str, torch.Tensor], columns: Sequence[int]
+    entries: LogEntries, live: Mapping[str, torch.Tensor], columns: Sequence[int]
 ) -> Numbers:
     """The rows of a swap: one for each stretch of a parameter.
 
     Args:
-        log: the log.
+        entries: of a log.
         live: the live parameters.
         columns: the columns of the result that get the address of the offsets, that of
             the bits, the number of elements, the number of the first one, bytes of an
             element, the address of the live parameter, and its reach.
 
     """
-    params, found = log.table(7)
-    lies = {name: (live[name].data_ptr(), reach(live[name])) for name in log.params}
+    params, found = entries.table(7)
+    lies = {name: (live[name].data_ptr(), reach(live[name])) for name in set(params)}
     if params:
         found[:, 5:7] = [lies[param] for param in params]
     rows = np.zeros((len(params), 1 + max(columns)), dtype=np.int64)
@@ -118,9 +129,9 @@ def _rows(
 class _OnHost:
     """One call of the native core."""
 
-    def __init__(self, log: ChangeLog, live: Mapping[str, torch.Tensor]) -> None:
-        self._num = log.num_elements
-        self._rows = _rows(log, live, (0, 1, 3, 5, 6, 2, 4))
+    def __init__(self, entries: LogEntries, live: Mapping[str, torch.Tensor]) -> None:
+        self._rows = _rows(entries, live, (0, 1, 3, 5, 6, 2, 4))
+        self._num = int(self._rows[:, 3].sum())
 
     def __call__(self) -> Found:
         table, num_rows = self._rows.ctypes.data, len(self._rows)
@@ -132,12 +143,15 @@ class _OnDevice:
     """One launch for each width of elements, on the current stream."""
 
     def __init__(
-        self, device: torch.device, log: ChangeLog, live: Mapping[str, torch.Tensor]
+        self,
+        device: torch.device,
+        entries: LogEntries,
+        live: Mapping[str, torch.Tensor],
     ) -> None:
         from vllm.inflight.worker.shadow.triton_kernels import BLOCK
 
         # The width comes last, and is no column of the kernel's.
-        rows = _rows(log, live, (0, 1, 3, 5, 7, 2, 6))
+        rows = _rows(entries, live, (0, 1, 3, 5, 7, 2, 6))
         widths = rows[:, 7]
         self._tables = []
         for width in np.unique(widths).tolist():

@@ -11,6 +11,10 @@ from vllm.inflight.ops.triton_kernels import change_terms
 BLOCK = 1024
 """Elements that a program exchanges."""
 
+NUM_WARPS = 8
+"""Of a program. With four, a thread needs twice as many registers, and half as many
+threads wait for the memory at a time."""
+
 COLUMNS = 7
 """int64 values of a row; swap.py fills it."""
 
@@ -64,5 +68,9 @@ def swap(
 
     """
     _swap[(len(owners),)](
-        *(rows, owners, sums), WIDTH=width, INTEGER=INTEGERS[width], BLOCK=BLOCK
+        *(rows, owners, sums),
+        WIDTH=width,
+        INTEGER=INTEGERS[width],
+        BLOCK=BLOCK,
+        num_warps=NUM_WARPS,
     )

@@ -17,8 +17,10 @@ from typing import Any
 import torch
 
 from vllm.inflight import upstream
+from vllm.inflight.errors import Conflict
 from vllm.inflight.tensor_names import PLAIN
 from vllm.inflight.update import DRAFT, Manifest
+from vllm.inflight.worker.adopted_call import is_calling, rejected
 from vllm.inflight.worker.model import direct_writes, layerwise_reload
 from vllm.inflight.worker.model.quantized import is_quantised
 from vllm.inflight.worker.replay_plan import Entry, RecordedWrites, View, are_apart
@@ -355,6 +357,7 @@ class Coverage:
         if self._asked is not None:
             self._asked.add(name)
             return True
+        _require_loader(name)
         self.num_loads += 1
         self.refilled.add(name)
         self.touched.add(name)
@@ -382,6 +385,7 @@ class Coverage:
             if self._asked is not None:
                 self._asked.add(name)
                 return True  # loaders of experts report whether they used the tensor
+            _require_loader(name)
             loaded = args[1] if len(args) > 1 else kwargs.get("loaded_weight")
             if isinstance(loaded, torch.Tensor):
                 _require_dtype(param, loaded)
@@ -412,6 +416,20 @@ class Coverage:
         if not is_deferred:
             online_process_loader.__name__ = "in_place_loader"
         return online_process_loader
+
+
+def _require_loader(name: str) -> None:
+    """Raise `Conflict` if a method of a worker extension calls a parameter's loader.
+
+    It has to load by `load_weights` of the model, which verifies its tensors.
+    """
+    if is_calling():
+        error = Conflict(
+            f"the worker extension fills {name} of the shadow model itself, without "
+            "load_weights of the model, so its tensors cannot be verified; start the "
+            "engine with --inflight-adopt off"
+        )
+        raise rejected(error)
 
 
 def _require_dtype(param: torch.Tensor, loaded: torch.Tensor) -> None:

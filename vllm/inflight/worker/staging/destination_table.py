@@ -5,6 +5,9 @@ staging no update is loaded. So the model's own loaders are called when the engi
 starts, with tensors of the start checkpoint's names, shapes and dtypes, and without
 content. The parameters have no memory. What a loader would write is recorded, and
 proved with index patterns (replay_check.py).
+
+Quantised layers are left out: upstream processes them at every update, and what it has
+made of them is compared as a whole.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ def _trace(shadow: ShadowModel) -> None:
         for name, (shape, dtype) in shadow.start_checkpoint.known.items():
             if shape is None or dtype is None:
                 continue
-            if name in shadow.ignored:
+            if name in shadow.ignored or _is_processed(shadow, name):
                 continue
             # Memory that nobody writes to takes nothing.
             tensor = torch.empty(
@@ -80,9 +83,20 @@ def _trace(shadow: ShadowModel) -> None:
         coverage.unwatch()
 
 
+def _is_processed(shadow: ShadowModel, name: str) -> bool:
+    """Whether a tensor is of a quantised layer, which has no places for it."""
+    if not shadow.quantised:
+        return False
+    return not shadow.quantised.isdisjoint(shadow.places.params_of(name))
+
+
 def _not_filled(shadow: ShadowModel) -> list[str]:
     """Parameters with elements that no proved entry fills."""
-    fills = {name: Fill(shape.numel()) for name, shape in shadow.required.items()}
+    fills = {
+        name: Fill(shape.numel())
+        for name, shape in shadow.required.items()
+        if name not in shadow.quantised
+    }
     for _, entry in shadow.plan.items():
         for param, view in entry.filled if entry.is_proved else ():
             fills[param].views[view] = prod(view[1])

@@ -6,15 +6,14 @@ worker, except that its model is the shadow model. Its `load_weights` is a `Door
 the checks of an update behind it. The method brings its tensors by its own transport.
 
 While the method runs, the load of the shadow model is ours: what upstream does to begin
-and to end a load has no effect in this thread, see `is_calling`. Collecting garbage and
-emptying torch's cache have none either, because both stop decoding.
+and to end a load has no effect in this thread, see adopted_call.py. Collecting garbage
+and emptying torch's cache have none either, because both stop decoding.
 """
 
 from __future__ import annotations
 
 import functools
 import gc
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -32,26 +31,16 @@ from vllm.inflight.frameworks.known_call import methods_of
 from vllm.inflight.frameworks.table import known_calls, matched
 from vllm.inflight.transport.base import StagedEngine
 from vllm.inflight.transport.buckets.tensor_list import Pair
+from vllm.inflight.worker.adopted_call import (
+    calling,
+    is_calling,
+    noting,
+    rejected,
+)
 from vllm.inflight.worker.integrity.outside_writes import SOURCE
 from vllm.inflight.worker.model.drafter import ModelWithDrafter
+from vllm.inflight.worker.staging.weight_memory import WeightMemory
 from vllm.inflight.yielding import with_breaks
-
-_here = threading.local()
-
-
-def is_calling() -> bool:
-    """Whether this thread runs a method of a worker extension on the shadow weights."""
-    return getattr(_here, "is_calling", False)
-
-
-@contextmanager
-def _calling(is_calling: bool) -> Iterator[None]:
-    before = getattr(_here, "is_calling", False)
-    _here.is_calling = is_calling
-    try:
-        yield
-    finally:
-        _here.is_calling = before
 
 
 @functools.cache
@@ -95,23 +84,26 @@ SENDING = (
 """Their methods that send or receive."""
 
 
-class OwnGroups(TorchDispatchMode):
-    """Rejects collectives of the groups of ranks that decode, in this thread.
+class Guard(TorchDispatchMode):
+    """Rejects operators of torch that a method in this thread must not call.
 
-    Steps use these groups at the same time. Ranks would meet in different calls, and
-    would wait for each other or receive each other's tensors.
+    - Collectives of the groups of ranks that decode. Steps use these groups at the same
+      time. Ranks would meet in different calls, and would wait for each other or
+      receive each other's tensors.
+    - Writes into parameters, see weight_memory.py.
 
-    Collectives of torch and of vLLM are operators, which this mode sees. NCCL that vLLM
-    calls past torch, and its queue in shared memory, are guarded by themselves.
+    Collectives of torch and of vLLM are operators. NCCL that vLLM calls past torch, and
+    its queue in shared memory, are guarded by themselves.
 
     Args:
         method: the method that runs, for the message.
+        memory: of the parameters.
 
     """
 
-    def __init__(self, method: str) -> None:
+    def __init__(self, method: str, memory: WeightMemory) -> None:
         super().__init__()
-        self._method = method
+        self._method, self._memory = method, memory
         known = (found() for found in upstream.GROUPS.values())
         groups = [g for g in known if g is not None and g.world_size > 1]
         self._decoding = [
@@ -131,10 +123,13 @@ class OwnGroups(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if self._decoding and self._is_theirs(func, args, kwargs or {}):
+        named = kwargs or {}
+        if self._decoding and self._is_theirs(func, args, named):
             name = func.__name__.partition(".")[0].strip("_")
-            raise _conflict(self._method, name)
-        return func(*args, **(kwargs or {}))
+            raise rejected(_conflict(self._method, name))
+        if (what := self._memory.written_by(func, args, named)) is not None:
+            raise rejected(_write_conflict(self._method, what))
+        return func(*args, **named)
 
     def _is_theirs(
         self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -166,7 +161,7 @@ def _guarded(method: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         if is_calling():
-            raise _conflict("a method of the worker extension", name)
+            raise rejected(_conflict("a method of the worker extension", name))
         return method(*args, **kwargs)
 
     setattr(guarded, "is_guarded", True)  # noqa: B010 (mypy knows no such attribute)
@@ -177,6 +172,14 @@ def _conflict(method: str, name: str) -> Conflict:
     return Conflict(
         f"{method} calls the collective {name} of a group of ranks that decode, and it "
         "runs beside their steps; start the engine with --inflight-adopt off"
+    )
+
+
+def _write_conflict(method: str, what: str) -> Conflict:
+    return Conflict(
+        f"{method} of the worker extension writes into {what} itself, without "
+        "load_weights, so its tensors cannot be verified; start the engine with "
+        "--inflight-adopt off"
     )
 
 
@@ -209,12 +212,15 @@ class Door:
     Args:
         load: the update loader.
         model: the shadow model.
+        live: the live model.
         clones: whether layers keep tensors after the call. The sender uses the memory
             of its tensors again, so they are cloned.
         device: the default device of the load.
 
     Attributes:
-        failure: the first error of a load. A method may handle it, and report success.
+        failure: the first error of a load, or of what was rejected. A method may handle
+            it, and report success.
+        memory: of the parameters.
 
     """
 
@@ -222,11 +228,13 @@ class Door:
         self,
         load: Callable[..., Any],
         model: torch.nn.Module,
+        live: torch.nn.Module,
         *,
         clones: bool,
         device: torch.device,
     ) -> None:
         self._load, self._model, self._clones = load, model, clones
+        self.memory = WeightMemory(model, live)
         self._device = device
         self.failure: Exception | None = None
         self._is_used = False
@@ -243,7 +251,7 @@ class Door:
             tensors = iter(weights)
             while True:
                 # An iterator is code of the extension, as the method is.
-                with _calling(True), _default_device(usual), ExitStack() as stack:
+                with calling(True), _default_device(usual), ExitStack() as stack:
                     for mode in modes:
                         stack.enter_context(mode)
                     pair = next(tensors, None)
@@ -255,7 +263,7 @@ class Door:
 
         try:
             with (
-                _calling(False),
+                calling(False),
                 _disable_current_modes(),
                 _default_device(self._device),
             ):
@@ -263,15 +271,19 @@ class Door:
         except Exception as error:
             self.failure = self.failure or error
             raise
+        finally:
+            if self._clones:  # a layer that is complete has its parameters elsewhere
+                self.memory.moved()
         if not self._is_used:
             # The first load has begun the load of all layers, and checked the plan.
             self._is_used, self._states = True, self._now()
         return names
 
     def require_all_through(self, loaded: Collection[str]) -> None:
-        """Raise `Conflict` if the method has written parameters without the door.
+        """Raise `Conflict` if parameters were written without the door.
 
-        Such writes cannot be checked. Writes to `param.data` are not seen.
+        A thread that the method has started may do so, and no guard is in that thread.
+        Its writes to `param.data` are not seen.
 
         Args:
             loaded: the parameters that the update loader has written.
@@ -286,11 +298,8 @@ class Door:
             and now.get(name, state)[1] != state[1]
         ]
         if past:
-            raise Conflict(
-                f"the worker extension writes into {past[0]} and {len(past) - 1} other "
-                "parameters itself, without load_weights, so its tensors cannot be "
-                "verified; start the engine with --inflight-adopt off"
-            )
+            others = f"{past[0]} and {len(past) - 1} other parameters"
+            raise _write_conflict("a method", others)
 
     def _now(self) -> dict[str, tuple[int, int]]:
         """The id and the version counter of each parameter."""
@@ -336,8 +345,12 @@ class ExtensionCalls(StagedEngine):
         """Never called, because no chunk can be parsed."""
         raise NotImplementedError
 
-    def call(self, command: messages.CallExtension) -> Any:
+    def call(self, command: messages.CallExtension, door: Door) -> Any:
         """Call a method on the shadow weights; returns its result.
+
+        Args:
+            command: names the method, and has its arguments.
+            door: of the update; it is told of what was rejected.
 
         Raises:
             EngineFault: the method has failed.
@@ -350,9 +363,10 @@ class ExtensionCalls(StagedEngine):
             name, method = "load_weights", self.model.load_weights
         else:
             name, method = command.method, getattr(self._stand_in, command.method)
+        guard, rejections = Guard(name, door.memory), []
         try:
             usual = self.usual_device or torch.device("cpu")
-            with _calling(True), OwnGroups(name), _default_device(usual):
+            with noting() as rejections, calling(True), guard, _default_device(usual):
                 return method(*command.args, **command.kwargs)
         except InflightError:
             raise
@@ -361,6 +375,8 @@ class ExtensionCalls(StagedEngine):
                 f"{name} of the worker extension has failed: "
                 f"{type(error).__name__}: {error}"
             ) from error
+        finally:
+            door.failure = next(filter(None, [door.failure, *rejections]), None)
 
     def note_source(self) -> None:
         """Remember which files the model's config names."""
@@ -386,11 +402,6 @@ class ExtensionCalls(StagedEngine):
         return [results.pop((serial, number))]
 
 
-def methods(worker: upstream.WorkerBase) -> dict[str, list[str]]:
-    """The methods of a worker that have the name of a known call; see `methods_of`."""
-    return methods_of(type(worker), known_calls())
-
-
 def stand_in(worker: upstream.WorkerBase, model: torch.nn.Module) -> Any:
     """An object that is `worker`, except that its runner shows `model`.
 
@@ -404,7 +415,7 @@ def stand_in(worker: upstream.WorkerBase, model: torch.nn.Module) -> Any:
     runner = worker.model_runner
     absent = {name: _absent(name) for name in DRAFTERS}
     own_runner = _like(runner, absent | {"model": _fixed(of_target(model))})
-    rows = matched(methods(worker))
+    rows = matched(methods_of(type(worker), known_calls()))
     private: dict[str, Any] = {}
     names = {name for row in rows for name in row.private}
     apart = {name: _kept_in(private, name) for name in names}

@@ -23,6 +23,7 @@ from vllm.inflight import ops
 from vllm.inflight.errors import (
     Cancelled,
     Cause,
+    EngineFault,
     InflightError,
     StagingUnavailable,
     WeightsMismatch,
@@ -32,14 +33,16 @@ from vllm.inflight.tensor_names import PLAIN
 from vllm.inflight.transport.buckets.reassembly import Destination
 from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.update import Manifest, TensorSpec
-from vllm.inflight.worker.delta.dense import Came, Comparison
+from vllm.inflight.worker.delta.dense import Came, Comparison, log_parameter
 from vllm.inflight.worker.delta.destinations import KnownDestinations
 from vllm.inflight.worker.delta.fill import fill
 from vllm.inflight.worker.delta.whole_tensors import DeltaTensors
 from vllm.inflight.worker.delta.writer import DeltaWriter
+from vllm.inflight.worker.integrity.scrub import Digests, digests_of
 from vllm.inflight.worker.model.classifier import SCORE
 from vllm.inflight.worker.model.layers import parameters_by_name
 from vllm.inflight.worker.replay_plan import Entry, replay
+from vllm.inflight.worker.shadow.parameters import make_empty
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.staging.coverage import Coverage, Fill
 from vllm.inflight.worker.staging.throttle import undirected
@@ -105,6 +108,9 @@ class UpdateLoader:
             self._live = parameters_by_name(shadow.live)
             known = KnownDestinations.of(shadow.module)
             self._comparison = Comparison(shadow.log, self._live, known)
+        shadow.take_processed = self._take_processed
+        self.marks: Digests = {}
+        """With delta staging: digests of the parameters of quantised layers."""
         self.coverage = Coverage(
             shadow.module,
             shadow.required,
@@ -203,6 +209,7 @@ class UpdateLoader:
                     self._shadow,
                     self._manifest.tensors,
                     self._served,
+                    live=self._live or parameters_by_name(self._shadow.live),
                     allow_nonfinite=self._allow_nonfinite,
                     received=self._received,
                     between=self._between,
@@ -328,7 +335,11 @@ class UpdateLoader:
                 if entry.num_unread and self._shadow.is_alone:
                     self._checks.note_cut(name, entry.num_unread)
                 elif self._shadow.log is not None:
-                    if coverage.num_loads > before and not self._checks.is_rejected:
+                    is_processed = not self._shadow.quantised.isdisjoint(
+                        coverage.touched
+                    )
+                    is_taken = coverage.num_loads > before and not is_processed
+                    if is_taken and not self._checks.is_rejected:
                         self._take_new(name, tensor, entry)
                 elif self._shadow.plan.entry(name, tensor) is None:
                     self._shadow.plan.keep(name, entry)
@@ -379,6 +390,34 @@ class UpdateLoader:
             fill(self._live, [(entry, tensor) for _, entry, tensor in known])
         else:
             self._comparison.log_differences(known)
+
+    def _take_processed(self, param: str, content: torch.Tensor) -> None:
+        """Log or fill in a parameter of a quantised layer.
+
+        Args:
+            param: its name.
+            content: what upstream has made of the tensors of the layer.
+
+        Raises:
+            EngineFault: it has another form than is served.
+
+        """
+        served = self._live[param].data
+        if (content.shape, content.dtype) != (served.shape, served.dtype):
+            raise EngineFault(
+                f"processing has made {list(content.shape)} {_name_of(content.dtype)} "
+                f"of {param}, and {list(served.shape)} {_name_of(served.dtype)} is "
+                "served"
+            )
+        assert self._shadow.log is not None
+        with undirected():
+            if content.stride() != served.stride():  # a digest follows the memory
+                content = make_empty(served, served.device).copy_(content)
+            self.marks |= digests_of([(param, content)], served.device)
+            if self._fills:
+                served.copy_(content)
+            else:
+                log_parameter(self._shadow.log, self._live, param, content)
 
     def _without_head(self, accepted: list[Pair]) -> list[Pair]:
         """Load the score of a classifier, if the tensor it is made of has come.
@@ -686,7 +725,9 @@ class UpdateLoader:
         why = "it is filled by tensors of two names"
         for param in sorted(self._renamed & self.coverage.refilled):
             checks.note_wrong(param, Cause.DUPLICATE, why)
-        checks.compare_heads()
+        checks.compare_heads(
+            self._served.facts if self._served and self.is_delta else {}
+        )
         self._note_unused(lambda name: not self._shadow.may_idle(name))
         missing = self.coverage.short(self.coverage.due(self._manifest))
         if missing or checks.objects:
@@ -696,8 +737,6 @@ class UpdateLoader:
         self._note_unused()
         if checks.objects:
             raise self._mismatch(is_end=True)
-        if self._shadow.log is not None:
-            self._shadow.log.require_room()
         self._shadow.plan.confirm()
         return Content(checks.facts(), samples, self._kept)
 
@@ -722,7 +761,8 @@ class UpdateLoader:
         params = dict(self._module.named_parameters())
         for param, names in self._computed.items():
             found = params.get(param)  # a quantised layer may have lost it
-            (bad,) = (0,) if found is None else ops.count_nonfinite([found.data])
+            is_lost = found is None or found.is_meta
+            (bad,) = (0,) if is_lost else ops.count_nonfinite([params[param].data])
             for name in names if bad else ():
                 why = (
                     f"the model's loader makes {bad} numbers of it that are NaN or Inf"

@@ -6,6 +6,7 @@ leaves decoding its speed. The thread posts its progress on the status board.
 
 from __future__ import annotations
 
+import functools
 import logging
 import queue
 import time
@@ -38,6 +39,7 @@ from vllm.inflight.transport.rank_numbers import own_entry, worker_index
 from vllm.inflight.update import Manifest
 from vllm.inflight.worker.model.quantized import require_same_numbers
 from vllm.inflight.worker.shadow.carry_over import copy_unsent, layer_siblings, retie
+from vllm.inflight.worker.shadow.change_log import Keeping
 from vllm.inflight.worker.staging.coverage import tally
 from vllm.inflight.worker.staging.extension import Door
 from vllm.inflight.worker.staging.loader import UpdateLoader
@@ -111,6 +113,8 @@ class StagingThread(Background):
         self._posted = 0.0
         self._num_proved = 0
         """Bytes that the proof of the plan has written; see `Shadow.prove`."""
+        self._num_moved = 0
+        """Bytes of the way back that were moved into host memory."""
         self._pace = pace_of(
             self._config,
             self._worker.device,
@@ -166,6 +170,7 @@ class StagingThread(Background):
             self._leave(EngineFault(f"{type(error).__name__}: {error}"))
         finally:
             self._intake = None  # the two hold each other, and what came
+            self._shadow.take_processed = None
 
     # ----------------------------------------------------------------- commands
     def _carry_out(self, command: messages.Command) -> None:
@@ -228,9 +233,13 @@ class StagingThread(Background):
         if command.transport == "extension":
             is_kept = self._shadow.device.type == "cpu" or bool(self._shadow.quantised)
             assert self._shadow.module is not None
-            load, module = self._intake.load_weights, self._shadow.module
-            device = torch.device(self._worker.device)
-            self._door = Door(load, module, clones=is_kept, device=device)
+            self._door = Door(
+                self._intake.load_weights,
+                self._shadow.module,
+                self._shadow.live,
+                clones=is_kept,
+                device=torch.device(self._worker.device),
+            )
             self._stager.extension.note_source()
         self._intake.coverage.stand_before(self._door or self._intake.load_weights)
         if manifest.tensors:
@@ -271,14 +280,15 @@ class StagingThread(Background):
     def _open(self) -> None:
         """Before the first write: it is into the set that a rollback returns to.
 
-        With delta staging it is beside the way back, as long as both have room.
+        With delta staging it is beside the way back, as long as both have room. See
+        `Keeping`.
         """
         if self._is_open:
             return
         assert self._intake is not None
-        keeps = not self._fills and self._stager.begin_log(
-            self._is_cancelled, self._give_up_way_back
-        )
+        move = functools.partial(self._stager.move_way_back, self._is_cancelled)
+        keeping = Keeping(self._give_up_way_back, self._between_moves, move)
+        keeps = not self._fills and self._stager.begin_log(self._is_cancelled, keeping)
         if not keeps:
             self._give_up_way_back()
         self._is_open = True
@@ -322,7 +332,7 @@ class StagingThread(Background):
         assert intake is not None and door is not None
         extension = self._stager.extension
         try:
-            result = extension.call(command)
+            result = extension.call(command, door)
         except EngineFault:
             if door.failure is not None:
                 raise door.failure from None
@@ -440,6 +450,8 @@ class StagingThread(Background):
             shadow.stale.update(layer_siblings(shadow, begun))
         self._transport.finish_weight_update()
         self._transport_open = False
+        if shadow.log is not None:
+            shadow.log.require_room()
         intake.require_finite()
         require_same_numbers(shadow.live, shadow.module, begun & shadow.quantised)
         retie(shadow, begun)
@@ -465,7 +477,9 @@ class StagingThread(Background):
         self._status = replace(
             self._status,
             carried=carried,
-            drift=self._stager.staged(whole, self._log_number, fills=self._fills),
+            drift=self._stager.staged(
+                whole, self._log_number, marks=intake.marks, fills=self._fills
+            ),
             sent=digest,
             shares=intake.shares,
             digest=whole_digest,
@@ -495,6 +509,12 @@ class StagingThread(Background):
     def _between_proofs(self, num_bytes: int) -> None:
         """Between two batches of a proof; the bytes that it has written so far."""
         self._num_proved = num_bytes
+        self._rest()
+
+    def _between_moves(self, num_bytes: int) -> None:
+        """While the way back is moved; the bytes of it so far."""
+        self._stager.drain()
+        self._num_moved = num_bytes
         self._rest()
 
     def _init_transport(self, transport: Any, init_info: Any) -> None:
@@ -534,11 +554,16 @@ class StagingThread(Background):
         self._pace.take_break()
 
     def _rest(self, num_carried: int = 0) -> None:
-        """Rest from the bytes that were proved, received and carried over so far."""
+        """Rest from the bytes that were written so far, in any way."""
         if self._is_cancelled():
             raise Cancelled("the update was aborted")
         num_received = 0 if self._intake is None else self._intake.num_bytes
-        self._pace.rest(self._num_proved + num_received + num_carried)
+        self._pace.rest(self._num_beside + num_received + num_carried)
+
+    @property
+    def _num_beside(self) -> int:
+        """Bytes that were written beside those that were received."""
+        return self._num_proved + self._num_moved
 
     def _wait_for_others(self) -> None:
         """A transport that cannot be interrupted may still write its last bytes."""
@@ -592,7 +617,7 @@ class StagingThread(Background):
         self._status = replace(self._status, bytes=num_bytes, tensors=num_tensors)
         if is_first or time.monotonic() - self._posted > POLL_S:
             self._post()
-        self._pace.rest(self._num_proved + num_bytes)
+        self._pace.rest(self._num_beside + num_bytes)
 
     def _post(self, **facts: Any) -> None:
         """Post the status, with these fields changed and those of the moment."""

@@ -39,12 +39,15 @@ from vllm.inflight.worker.integrity.scrub import (
     Layout,
     Scrub,
     copies,
+    digests_of,
     marks_of,
 )
+from vllm.inflight.worker.model.layers import parameters_by_name
 from vllm.inflight.worker.shadow import swap
+from vllm.inflight.worker.shadow.change_log import Keeping
 from vllm.inflight.worker.shadow.flip import Flip, flip_of
+from vllm.inflight.worker.shadow.log_entries import LogEntries
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
-from vllm.inflight.worker.staging import extension
 from vllm.inflight.worker.staging.extension import ExtensionCalls
 from vllm.inflight.worker.staging.thread import StagingThread, post_failure
 from vllm.inflight.worker.staging.throttle import undirected
@@ -226,7 +229,6 @@ class StagingWorker:
             "is_reversible": self.shadow.is_reversible,
             "has_drafter": self.shadow.has_drafter,
             "has_mtp": getattr(self.shadow.live, "is_mtp", False),
-            "methods": extension.methods(self.worker),
         }
 
     def _warm(self) -> None:
@@ -282,14 +284,13 @@ class StagingWorker:
             if (log := self.shadow.log) is not None:
                 log.drop_kept() if log.keeps else log.clear()
 
-    def begin_log(
-        self, is_cancelled: Callable[[], bool], give_up: Callable[[], None]
-    ) -> bool:
+    def begin_log(self, is_cancelled: Callable[[], bool], keeping: Keeping) -> bool:
         """With delta staging, begin to log an update beside the way back.
 
         Args:
             is_cancelled: whether that update is not wanted any more.
-            give_up: called when the way back is in the way; it calls `open`.
+            keeping: what happens to the way back when that is in the way; it calls
+                `open` or `move_way_back`.
 
         Returns:
             whether there is a way back, and it is kept.
@@ -303,8 +304,29 @@ class StagingWorker:
                 return False
             self.versions = self.versions._replace(staged=None)
             self._undo = self._sent = None
-            self.shadow.log.begin(give_up)
+            self.shadow.log.begin(keeping)
             return True
+
+    def move_way_back(
+        self, is_cancelled: Callable[[], bool], entries: LogEntries
+    ) -> None:
+        """From here on a rollback takes the log of the way back from other memory.
+
+        Args:
+            is_cancelled: whether the update that is in its way is not wanted any more.
+            entries: of that log, where it was copied to.
+
+        Raises:
+            Cancelled: the update is not wanted. A rollback may have come since the log
+                was copied.
+
+        """
+        before = self.versions.before
+        assert before is not None and isinstance(before.flip, swap.Swap)
+        flip = before.flip.of(entries)
+        with self.between_flips(is_cancelled):
+            before = replace(before, flip=flip)
+            self.versions = self.versions._replace(before=before)
 
     @contextmanager
     def between_flips(self, is_cancelled: Callable[[], bool]) -> Iterator[None]:
@@ -364,6 +386,7 @@ class StagingWorker:
         content: Content | None,
         log_number: int | None = None,
         *,
+        marks: Digests | None = None,
         fills: bool = False,
     ) -> dict[str, object] | None:
         """The shadow weights are whole: a flip may exchange them with the live ones.
@@ -372,6 +395,8 @@ class StagingWorker:
             content: of the staged version.
             log_number: with delta staging, the number of the log since the update began
                 to compare with the live weights.
+            marks: with delta staging, digests of the parameters of quantised layers
+                that were processed for it.
             fills: whether lost weights were filled in place.
 
         Returns:
@@ -390,15 +415,17 @@ class StagingWorker:
         module = self.shadow.module
         assert module is not None
         facts = self._facts(content)
-        log, marks = self.shadow.log, Digests()
+        log = self.shadow.log
         with self._laying, undirected():
             layout = self._where()
             copied = copies(layout, facts)
-            if log is None:  # else every parameter is a copy
+            if log is None:
                 marks = marks_of(layout, module, copied)
+            else:  # every other parameter is a copy
+                marks = self._unsent_marks() | (marks or {})
             layout.slices(copied)  # decoding would wait for it later
             if fills:
-                self._require_filled(layout, facts)
+                self._require_filled(layout, facts, marks)
         with self._turn:
             # Whoever empties the log has forgotten what is served, too.
             if log is not None and log.number != log_number:
@@ -412,8 +439,21 @@ class StagingWorker:
         self._settle_garbage()
         return None if moved is None else moved.result()
 
-    def _require_filled(self, layout: Layout, facts: Mapping[str, Facts]) -> None:
+    def _unsent_marks(self) -> Digests:
+        """With delta staging, digests of the quantised layers that are served."""
+        paths = {name.rpartition(".")[0] for name in self.shadow.quantised}
+        marks = self.versions.served.marks or {}
+        return {n: mark for n, mark in marks.items() if n.rpartition(".")[0] in paths}
+
+    def _require_filled(
+        self, layout: Layout, facts: Mapping[str, Facts], marks: Digests
+    ) -> None:
         """Read filled weights back, and compare them with what was received.
+
+        Args:
+            layout: of the rank.
+            facts: of the tensors that were received.
+            marks: digests of the parameters of quantised layers.
 
         Raises:
             EngineFault: a tensor that this rank has all of is another one.
@@ -421,7 +461,11 @@ class StagingWorker:
         """
         if (tripwire := WorkerState.of(self.worker).tripwire) is not None:
             tripwire.end_fill()  # what is written from here on is noticed
-        if facts and (wrong := Scrub(layout, facts, None).differing()):
+        wrong = Scrub(layout, facts, None).differing() if facts else []
+        live = parameters_by_name(self.shadow.live)
+        filled = digests_of([(name, live[name].data) for name in marks], layout.device)
+        wrong += [name for name, mark in marks.items() if filled[name] != mark]
+        if wrong:
             raise EngineFault(
                 f"{wrong[0]} was filled in and reads back as something else; somebody "
                 "else has written into the weights meanwhile, so send the version again"

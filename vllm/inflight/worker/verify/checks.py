@@ -193,6 +193,19 @@ IS_TIED = Problem(
 )
 """The problem of a head that differs from the embedding it is tied to."""
 
+
+def untied(facts: Mapping[str, Facts], ignored: IgnoredTensors) -> list[str]:
+    """The tied heads among these tensors that differ from the embedding.
+
+    The embedding may have any name, so a head has to equal some tensor of its form.
+    """
+    heads = {name: facts[name] for name in filter(ignored.is_tied, facts)}
+    if not heads:
+        return []
+    others = {of for name, of in facts.items() if name not in heads}
+    return [name for name, of in heads.items() if of not in others]
+
+
 NO_SUCH = (KeyError, AttributeError, ValueError)
 """The exceptions that loaders raise for an unknown name."""
 
@@ -264,10 +277,9 @@ class TensorChecks:
 
     def is_spare(self, name: str) -> bool:
         """Whether the tensor may come although this engine does not use it."""
-        is_part = bool(self._manifest.subset)
-        return name in self._ignored or (
-            not is_part and self._ignored.has_left_out(name)
-        )
+        if self._manifest.subset:
+            return name in self._ignored
+        return self._ignored.is_spare(name)
 
     def is_unknown_name(self, name: str) -> bool:
         """Whether the model lacks this name, although its names are known."""
@@ -405,19 +417,23 @@ class TensorChecks:
         )
         self.note_wrong(name, Cause.REFUSED, why)
 
-    def compare_heads(self) -> None:
-        """Note a tied head that differs from the embedding, which is its weight."""
+    def compare_heads(self, base: Mapping[str, Facts] | None = None) -> None:
+        """Note a tied head that differs from the embedding, which is its weight.
+
+        Args:
+            base: the tensors that a delta is applied to, which stay as they are unless
+                they came.
+
+        """
         if not self._ignored.has_tied_head:
             return
-        facts = self.facts()
-        for name in filter(self._ignored.is_tied, facts):
+        facts = {**(base or {}), **self.facts()}
+        for name in untied(facts, self._ignored):
             form = facts[name][:2]
             others = [n for n in facts if n != name and facts[n][:2] == form]
-            if any(facts[n] == facts[name] for n in others):
-                continue
-            if not self._wrong.keys().isdisjoint(others):
-                continue  # the problem is the embedding, not the head
-            self.note_wrong(name, *IS_TIED)
+            if self._wrong.keys().isdisjoint(others):
+                self.note_wrong(name, *IS_TIED)
+            # Else the problem is the embedding, not the head.
 
     def require_subset(self) -> None:
         """Raise `WeightsMismatch` if nothing of a subset came, or a pattern matches

@@ -107,6 +107,10 @@ class IgnoredTensors:
             return (DRAFT if name.startswith(DRAFT) else "") in self.headless
         return name.endswith(self.endings)
 
+    def is_spare(self, name: str) -> bool:
+        """Whether a tensor may come with a whole version although nothing uses it."""
+        return name in self or self.has_left_out(name)
+
     def is_tied(self, name: str) -> bool:
         """Whether a tensor is the model's head, which is tied to the embedding."""
         is_head = name.endswith(HEAD) and not name.startswith(DRAFT)

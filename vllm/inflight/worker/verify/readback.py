@@ -3,7 +3,8 @@
 The CPU build takes the weights of a linear layer out of their parameter and packs them
 for its GEMM. They are read back through that GEMM, by multiplying with the unit matrix.
 So the result is the weight that decoding uses. (Each element is a sum of one product
-and many zeros, which is exact except for the sign of a zero.)
+and many zeros, which is exact except for the sign of a zero. A weight that the build
+has twice is read from its parameter, once both are found equal.)
 """
 
 from __future__ import annotations
@@ -204,7 +205,7 @@ def content(layer: torch.nn.Module, key: str, param: torch.Tensor) -> torch.Tens
     same = torch.equal(packed[is_read], param.data[is_read])
     if not (same and torch.equal(is_plain, is_read)):
         raise EngineFault("a weight and its packed form belong to two versions")
-    return packed if is_plain.all() else param.data
+    return param.data  # equal, and with the sign of each zero
 
 
 def _dtype(layer: torch.nn.Module, param: torch.Tensor) -> Any:

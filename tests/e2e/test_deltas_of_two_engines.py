@@ -1,0 +1,76 @@
+"""One trainer, and two servers that apply deltas in different ways.
+
+Both serve the same version, or the publish fails on both.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.support.deltas import stepped
+from tests.support.serving import Server
+from vllm.inflight.errors import ChangeLogFull
+from vllm.inflight.trainer import Outcome, Publisher
+
+pytestmark = pytest.mark.engine
+
+LOCAL = ("--weight-transfer-config", '{"backend": "local"}')
+LOG = (
+    *("--inflight-staging", "delta", "--inflight-delta-gib", "0.0001"),
+    *("--inflight-delta-host-gib", "0.0001"),
+    *("--worker-extension-cls", "tests.support.engines.unpacked_ranks.Unpacked"),
+)
+"""A log with room for some 40,000 elements of bf16."""
+
+
+@pytest.fixture(scope="module")
+def servers(old: Path) -> Iterator[tuple[Server, Server]]:
+    """One with a second set, and one with a log."""
+    with Server(old, *LOCAL) as first, Server(old, *LOCAL, *LOG) as second:
+        yield first, second
+
+
+def test_engines_that_serve_different_versions_are_brought_together_by_a_publish(
+    servers: tuple[Server, Server], old: Path
+) -> None:
+    weights = load_file(old / "model.safetensors")
+    urls = [server.url for server in servers]
+
+    def served() -> set[str]:
+        return {
+            server.client.get("/weight_info").json()["digest"] for server in servers
+        }
+
+    with Publisher(urls, lambda: weights) as to:
+
+        def published(share: float = 0.01) -> Outcome:
+            nonlocal weights
+            weights = stepped(weights, 1, share=share)
+            outcome = to.publish()
+            assert served() == {outcome.digest}
+            return outcome
+
+        assert not published().is_delta
+        assert published().is_delta
+        for server in servers:  # one at a time is another version than the other's
+            server.post("/rollback_weights")
+            assert len(served()) == 2
+            assert not published().is_delta
+            assert published().is_delta
+        # The second engine has no room for so much.
+        before, kept = served(), weights
+        weights = stepped(weights, 2, share=0.9)
+        with pytest.raises(ChangeLogFull):
+            to.publish("too much")
+        assert served() == before
+        weights = kept
+        before_last = published().digest
+        outcome = published()
+        assert outcome.is_delta
+        last = outcome.digest
+        to.rollback()
+        assert served() == {before_last}
+        to.rollback()
+        assert served() == {last}

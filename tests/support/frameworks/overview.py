@@ -1,0 +1,223 @@
+"""What each framework sends, what it is promised, and what of it ran.
+
+The page on drop-in use and the pages of the frameworks are made of this, of the table
+of known calls and of evidence.py. A test compares it with all three.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.support.frameworks.evidence import (
+    CPU,
+    Evidence,
+    evidence_of,
+)
+from vllm.inflight.frameworks.known_call import KnownCall
+from vllm.inflight.frameworks.table import BUILT_IN
+
+REQUESTS = "recorded requests"
+"""What the framework's own client has sent, word by word."""
+BY_HAND = "its calls, written by hand"
+ROLLOUTS = "own rollout functions"
+CLIENT = "own client"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Framework:
+    """One framework.
+
+    Attributes:
+        name: as the table of known calls has it, if it has known calls.
+        page: its page, without docs/frameworks/ and .md.
+        release: that was looked at.
+        vllm: the release of vLLM that it requires.
+        transport: what carries the tensors.
+        promise: what it gets, where that is not in the table of known calls.
+        ran: beside the evidence of its known calls.
+
+    """
+
+    name: str
+    page: str
+    release: str
+    vllm: str
+    transport: str
+    promise: str = ""
+    ran: tuple[Evidence, ...] = ()
+
+    @property
+    def calls(self) -> list[KnownCall]:
+        """Its known calls."""
+        return [row for row in BUILT_IN if row.framework == self.name]
+
+    @property
+    def promised(self) -> str:
+        """What its updates are here."""
+        adopted = [row for row in self.calls if row.is_adopted]
+        limits = {
+            "not for quantised models": any(not r.takes_quantised for r in adopted),
+            "`update_weights_from_ipc` on one rank only": any(
+                r.is_alone for r in adopted
+            ),
+        }
+        in_place = [_named(row) for row in self.calls if not row.is_adopted]
+        parts = [
+            *(["transaction, adopted"] if adopted else []),
+            *(limit for limit, holds in limits.items() if holds),
+            *(f"in place: {call}" for call in in_place),
+            *([self.promise] if self.promise else []),
+        ]
+        return "; ".join(dict.fromkeys(parts))
+
+    @property
+    def evidence(self) -> list[Evidence]:
+        """All that ran of it, without repetitions."""
+        of_calls = [each for row in self.calls for each in evidence_of(row)]
+        return list(dict.fromkeys([*of_calls, *self.ran]))
+
+
+def _named(row: KnownCall) -> str:
+    besides = f" of workers with `{'`, `'.join(row.besides)}`" if row.besides else ""
+    return f"`{row.method}`{besides}"
+
+
+def _cpu(of: str, test: str, version: str = "") -> Evidence:
+    return Evidence(of, CPU, f"e2e/{test}.py", version)
+
+
+AUGUST = "August 2026"
+SGLANG = "none: SGLang 0.5"
+
+FRAMEWORKS = (
+    Framework(
+        name="TRL",
+        page="trl",
+        release="1.16.0",
+        vllm="`trl[vllm]`: 0.22 to 0.31",
+        transport="vLLM's `nccl`, over HTTP",
+        promise="transaction",
+        ran=(
+            _cpu(CLIENT, "test_recorded_clients", "1.16"),
+            _cpu(REQUESTS, "test_recorded_clients", "1.16"),
+        ),
+    ),
+    Framework(
+        name="TRL colocated, OnlineDPO",
+        page="trl",
+        release="1.16.0",
+        vllm="`trl[vllm]`: 0.22 to 0.31",
+        transport="`load_weights` in its process",
+        promise="untracked; with `--inflight-adopt direct` a transaction",
+        ran=(
+            _cpu(BY_HAND, "test_out_of_band_writes"),
+            _cpu(BY_HAND, "test_adopted_direct_loads"),
+        ),
+    ),
+    Framework(
+        name="OpenRLHF",
+        page="openrlhf",
+        release="0.11.2",
+        vllm="`[vllm]`: 0.29.0; `[vllm-latest]`: 0.29 or later",
+        transport="NCCL of its own, CUDA IPC",
+    ),
+    Framework(
+        name="verl",
+        page="verl",
+        release="0.9.1",
+        vllm="`verl[vllm]`: 0.24.0",
+        transport="ZMQ with CUDA IPC or shared memory",
+        ran=(_cpu(REQUESTS, "test_recorded_clients", "0.9.1"),),
+    ),
+    Framework(
+        name="ms-swift",
+        page="ms-swift",
+        release="4.6.0",
+        vllm="none",
+        transport="NCCL of its own; ZMQ with CUDA IPC or shared memory",
+    ),
+    Framework(
+        name="checkpoint-engine",
+        page="checkpoint-engine",
+        release="0.4.2",
+        vllm="none",
+        transport="ZMQ with CUDA IPC",
+    ),
+    Framework(
+        name="prime-rl",
+        page="prime-rl",
+        release=AUGUST,
+        vllm="0.26 or later",
+        transport="files, NCCL of its own, NIXL",
+    ),
+    Framework(
+        name="SkyRL",
+        page="skyrl",
+        release="0.3.0",
+        vllm="0.23.0",
+        transport="vLLM's `nccl`, CUDA IPC",
+    ),
+    Framework(
+        name="AReaL",
+        page="areal",
+        release="1.0.4",
+        vllm="0.19.1",
+        transport="a group of torch (NCCL), files",
+    ),
+    Framework(
+        name="NeMo-RL",
+        page="nemo-rl",
+        release=AUGUST,
+        vllm="0.25.1",
+        transport="NCCL of its own, ZMQ with CUDA IPC",
+    ),
+    Framework(
+        name="ROLL",
+        page="roll",
+        release=AUGUST,
+        vllm="branches for 0.8 to 0.16",
+        transport="NCCL, CUDA IPC",
+    ),
+    Framework(
+        name="PipelineRL",
+        page="pipelinerl",
+        release="June 2026",
+        vllm="0.18.1",
+        transport="NCCL of its own",
+        ran=(_cpu(BY_HAND, "test_pipelinerl"),),
+    ),
+    Framework(
+        name="ART",
+        page="art",
+        release="0.5.18",
+        vllm="a runtime of its own, 0.20",
+        transport="vLLM's `nccl`, over HTTP",
+        promise="rejected by name: `packed` of an older vLLM",
+        ran=(_cpu(BY_HAND, "test_recorded_clients"),),
+    ),
+    Framework(
+        name="slime",
+        page="slime",
+        release=AUGUST,
+        vllm=SGLANG,
+        transport="SGLang's routes: a group of torch, files, CUDA IPC",
+        promise="transaction",
+        ran=(
+            _cpu(ROLLOUTS, "test_slime", AUGUST),
+            _cpu(BY_HAND, "test_sglang"),
+        ),
+    ),
+    Framework(
+        name="miles",
+        page="slime",
+        release=AUGUST,
+        vllm=SGLANG,
+        transport="SGLang's routes: a group of torch, files, CUDA IPC",
+        promise="transaction",
+        ran=(
+            _cpu(ROLLOUTS, "test_miles", AUGUST),
+            _cpu(BY_HAND, "test_sglang"),
+        ),
+    ),
+)
+"""The frameworks of the page on drop-in use, in its order."""
