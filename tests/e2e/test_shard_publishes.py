@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from tests.support.deltas import stepped
 from tests.support.engines.publishing_ranks import PublishingRanks
 from tests.support.serving import Server
 from vllm.inflight.errors import VersionConflict
@@ -20,17 +19,6 @@ pytestmark = pytest.mark.engine
 KEY = "secret"
 LOCAL = '{"backend": "local"}'
 NUM_VERSIONS = 4
-
-
-@pytest.fixture(scope="module")
-def chain(old: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Checkpoints, each one step after the one before."""
-    weights, folders = load_file(old / "model.safetensors"), []
-    for seed in range(NUM_VERSIONS):
-        weights = stepped(weights, seed)
-        folders.append(tmp_path_factory.mktemp(f"version-{seed}"))
-        save_file(weights, folders[-1] / "model.safetensors")
-    return folders
 
 
 @pytest.fixture(scope="module")
