@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from importlib import import_module
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, settings
 
 import tests.support.calm.sitecustomize  # noqa: F401 (in this process; its children by path)
 from tests.support.calm.engine_starts import (
+    collect_once_per_engine,
     freeze_imports,
     inspect_models_here,
     override_kernels_once,
@@ -53,7 +55,7 @@ settings.register_profile(
 settings.load_profile("patient")
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure() -> None:
     """Give all lanes, and what they start, one folder for temporary files.
 
     An engine of vLLM leaves files behind there, and its sockets if it is killed.
@@ -67,7 +69,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Short, as the path of a socket has at most 107 bytes
     folder = tempfile.mkdtemp(prefix="tests-")
     tempfile.tempdir = os.environ["TMPDIR"] = folder
-    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    # After multiprocessing has removed its own folder there, which has priority -100
+    Finalize(None, shutil.rmtree, (folder, True), exitpriority=-200)
 
 
 def pytest_collection_modifyitems(
@@ -104,6 +107,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             import_module(name)
         preload_spawned()
     freeze_imports()
+    collect_once_per_engine()
     override_kernels_once()
     inspect_models_here()
     split_vocabulary_uncompiled()

@@ -18,12 +18,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 
 import tests.support.engines.transport  # noqa: F401 (registers the transport "other")
+from tests.support.deltas import stepped
 from tests.support.engines import oracle
 from tests.support.engines.bare_core import call, publish
 from tests.support.engines.core_door import Door, said
@@ -94,6 +96,19 @@ def old(checkpoint: Callable[..., Path], shape: dict[str, Any]) -> Path:
 def new(checkpoint: Callable[..., Path], shape: dict[str, Any]) -> Path:
     """The weights that they are updated to."""
     return checkpoint(1, **shape)
+
+
+@pytest.fixture(scope="module")
+def chain(
+    request: pytest.FixtureRequest, old: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[Path]:
+    """Checkpoints after `old`, each one step after the one before: `NUM_VERSIONS`."""
+    weights, folders = load_file(old / "model.safetensors"), []
+    for seed in range(request.module.NUM_VERSIONS):
+        weights = stepped(weights, seed)
+        folders.append(tmp_path_factory.mktemp(f"version-{seed}"))
+        save_file(weights, folders[-1] / "model.safetensors")
+    return folders
 
 
 @pytest.fixture(scope="module")

@@ -283,10 +283,12 @@ def test_a_scrub_after_deltas_names_the_tensor_with_a_changed_bit(llm, weights):
             assert llm.verify_weights()["result"] == "equal"
             bits = worker.model_runner.model.get_parameter(name).data.view(torch.int16)
             bits[5] ^= 1  # as memory that fails
+            int(bits[5])  # on a GPU it is written then
             try:
                 assert llm.verify_weights()["different"] == [name]
             finally:
                 bits[5] ^= 1
+                int(bits[5])
             to.rollback()
 
 

@@ -83,7 +83,7 @@ def test_a_pause_without_a_lease_needs_attention_and_one_with_a_lease_does_not(
 def test_an_update_that_stands_still_needs_attention_until_it_is_given_up(
     server: Server,
 ) -> None:
-    server.post("/start_weight_update", {"update_id": "left", "deadline_s": 900})
+    server.post("/start_weight_update", {"update_id": "left", "deadline_s": 899})
     code, findings = visit(server)
     assert code == 1
     told = findings["update"]["found"]

@@ -54,3 +54,10 @@ def test_every_rank_serves_the_weights_from_files_and_from_a_trainer(
     old: Path, new: Path, kind: str
 ) -> None:
     feed(kind, old, new, "files", "inflight_gloo")
+
+
+def test_two_data_parallel_engines_in_spawned_processes_equal_fresh_engines(
+    old: Path, new: Path
+) -> None:
+    env = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    feed("two_engines", old, new, "files", "inflight_gloo", env=env)

@@ -108,20 +108,17 @@ def kill_while_loading(
     os.kill(front_end, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_no_process_of_an_llm_stays_that_was_killed_while_it_started(
-    method: str,
     old: Path,
     tmp_path: Path,
     env: dict[str, str],
     loading: Path,
     started: list[psutil.Process],
 ) -> None:
+    """Its engine core and its worker are spawned; those of the server are forked."""
     told = tmp_path / "told"
-    is_spawned = method == "spawn"
-    front_end = begin(
-        "-c", [LLM, str(old)], os.environ | env, told, told, spawned=is_spawned
-    )
+    words = [LLM, str(old)]
+    front_end = begin("-c", words, os.environ | env, told, told, spawned=True)
     kill_while_loading(front_end.pid, loading, 1, started)
     front_end.wait()
     until(lambda: not any(map(lives, started)), "a process stays", GONE_S)

@@ -108,7 +108,7 @@ def test_memory_threads_and_descriptors_return_after_200_updates(
                     llm.update_weights_from_disk("/nowhere")
         settle()
 
-    update(200)  # allocator and caches find their level
+    update(100)  # allocator and caches find their level
     before = held()
 
     def growth() -> int:

@@ -245,7 +245,7 @@ def test_a_body_may_be_a_chunk_of_an_update_under_way(server, old, new, fresh):
 
 def test_tokens_flow_while_a_trainer_publishes_over_http(server, old, new):
     spans: list[list[dict[str, Any]]] = []
-    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 900, "ignore_eos": True}
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 400, "ignore_eos": True}
     with Publisher(server.url, weights(old), api_key=KEY) as to:
         futures = [to.publish(block=False)]
         while len(futures) < 6 or not all(future.done() for future in futures):
@@ -257,7 +257,7 @@ def test_tokens_flow_while_a_trainer_publishes_over_http(server, old, new):
     inside = {span["version"] for choice in spans for span in choice[1:]}
     assert inside <= set(labels)
     assert inside, "no update was committed while tokens flowed"
-    assert all(choice[-1]["end"] == 900 for choice in spans)
+    assert all(choice[-1]["end"] == 400 for choice in spans)
 
 
 def test_an_error_over_http_keeps_the_type_and_text_that_the_engine_gave(

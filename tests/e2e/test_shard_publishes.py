@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
+import torch
+from safetensors.torch import load_file
 
-from tests.support.deltas import stepped
 from tests.support.engines.publishing_ranks import PublishingRanks
 from tests.support.serving import Server
 from vllm.inflight.errors import VersionConflict
@@ -19,17 +19,6 @@ pytestmark = pytest.mark.engine
 KEY = "secret"
 LOCAL = '{"backend": "local"}'
 NUM_VERSIONS = 4
-
-
-@pytest.fixture(scope="module")
-def chain(old: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Checkpoints, each one step after the one before."""
-    weights, folders = load_file(old / "model.safetensors"), []
-    for seed in range(NUM_VERSIONS):
-        weights = stepped(weights, seed)
-        folders.append(tmp_path_factory.mktemp(f"version-{seed}"))
-        save_file(weights, folders[-1] / "model.safetensors")
-    return folders
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +96,21 @@ def test_ranks_publish_what_has_changed_in_their_shards(
     outcome, _ = ranks.publish(chain[3])
     assert outcome.is_delta and served(server) == wholes[3]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_in_float32_publish_what_has_changed_of_what_is_served(
+    server: Server,
+    ranks: PublishingRanks,
+    chain: list[Path],
+    wholes: list[tuple[str, list[int]]],
+) -> None:
+    ranks.connect(dtype=torch.bfloat16)
+    for number, folder in enumerate(chain):
+        outcome, gathered = ranks.publish(folder)
+        assert outcome.is_delta == (number > 0)
+        assert (outcome.num_bytes < size(folder) / 4) == outcome.is_delta
+        assert 0 < gathered < size(folder) / 8 or not number
+        assert served(server) == wholes[number]
 
 
 def test_a_skip_and_a_subset_are_those_of_all_ranks(

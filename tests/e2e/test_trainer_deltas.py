@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from tests.support.deltas import stepped
 from tests.support.engines.far_ranks import FarRanks
 from tests.support.engines.far_trainer import FarTrainer
 from tests.support.engines.probe import greedy
@@ -28,17 +27,6 @@ def engine(start: Callable[..., Any], old: Path) -> Any:
     return start(
         old, weight_transfer_config=WeightTransferConfig(backend="inflight_gloo")
     )
-
-
-@pytest.fixture(scope="module")
-def chain(old: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Checkpoints, each one step after the one before."""
-    weights, folders = load_file(old / "model.safetensors"), []
-    for seed in range(NUM_VERSIONS):
-        weights = stepped(weights, seed)
-        folders.append(tmp_path_factory.mktemp(f"version-{seed}"))
-        save_file(weights, folders[-1] / "model.safetensors")
-    return folders
 
 
 @pytest.fixture

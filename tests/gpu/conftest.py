@@ -7,6 +7,7 @@ import pytest
 
 from tests.e2e.conftest import (  # noqa: F401
     booted,
+    chain,
     checkpoint,
     core,
     door,

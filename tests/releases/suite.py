@@ -33,7 +33,7 @@ CORE = (
     "tests/e2e/test_embeddings.py",
     "tests/e2e/test_quantised.py",
     "tests/e2e/test_two_ranks.py",
-    "tests/e2e/test_spawned_core.py",
+    "tests/e2e/test_untested_release.py",  # in spawned processes
     "tests/e2e/test_killed_front_ends.py",  # processes that end with their parent
     "tests/robustness/faults",  # what harms vLLM as it is, and not here
 )

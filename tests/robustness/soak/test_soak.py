@@ -52,7 +52,7 @@ def soak(out: Path, minutes: float, backend: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("minutes", "backend"),
     [
-        (0.5, "local"),
+        (0.25, "local"),
         pytest.param(3, "local", marks=pytest.mark.slow),
         pytest.param(1.5, "inflight_gloo", marks=pytest.mark.slow),
     ],

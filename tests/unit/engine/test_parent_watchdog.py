@@ -50,7 +50,6 @@ KINDS = ["plain", "deaf", "late"]
         # Each of these imports vLLM.
         pytest.param("forkserver", KINDS, marks=pytest.mark.slow),
         pytest.param("spawn", KINDS, marks=pytest.mark.slow),
-        ("spawn", ["plain"]),
     ],
 )
 def test_cores_end_when_their_front_end_is_killed(

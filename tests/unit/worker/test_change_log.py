@@ -16,7 +16,7 @@ from tests.unit.worker.test_swap import (
 from vllm.inflight.errors import Cancelled
 from vllm.inflight.worker.shadow import change_log
 from vllm.inflight.worker.shadow.change_log import ChangeLog, Keeping
-from vllm.inflight.worker.shadow.log_entries import Entries
+from vllm.inflight.worker.shadow.log_entries import LogEntries
 from vllm.inflight.worker.shadow.swap import Swap
 
 
@@ -107,7 +107,7 @@ class Served:
     def begin(self) -> None:
         self.log.begin(Keeping(self.give_up, self.rested.append, self.moved))
 
-    def moved(self, entries: Entries) -> None:
+    def moved(self, entries: LogEntries) -> None:
         self.swap = self.swap.of(entries)
         self.num_moves += 1
 
@@ -128,7 +128,7 @@ class Served:
             self.swap()
             assert are_equal(self.live, bits)
 
-    def is_beside(self, entries: Entries) -> list[bool]:
+    def is_beside(self, entries: LogEntries) -> list[bool]:
         """Of all pieces, whether they lie beside the weights."""
         assert self.log._memory is not None
         return [self.log._memory.has(memory) for memory in entries.memory]
@@ -288,7 +288,7 @@ def test_stretches_whose_memory_was_taken_at_once_move_and_none_of_them_is_cut()
         stretch.bits.random_(generator=torch.Generator().manual_seed(seed + 50))
     before = log.entries
     kept = [(each.offsets.clone(), each.bits.clone()) for each in before.stretches]
-    moved: list[Entries] = []
+    moved: list[LogEntries] = []
     log.holds_way_back = True
     log.begin(Keeping(never, lambda num_bytes: None, moved.append))
     # So are these, which find room at once as soon as it has moved.

@@ -22,7 +22,7 @@ def hollow(
     live.load_weights(version(0).items())
     with torch.device("meta"):
         second = kind(torch.empty)
-    parameters.make_hollow(second)
+    parameters.make_hollow(live, second, torch.device("cpu"))
     shadow = shadow_of(live, second)
     shadow.plan = Plan(is_replayed=False)
     shadow.start_checkpoint = StartCheckpoint(

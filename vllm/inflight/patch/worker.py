@@ -66,8 +66,8 @@ def _load_into_arena(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _load_straight(original: Callable[..., Any]) -> Callable[..., Any]:
     def reload(*args: Any, **kwargs: Any) -> None:
+        from vllm.inflight.worker.adopted_call import is_calling
         from vllm.inflight.worker.shadow.parameters import reloaded
-        from vllm.inflight.worker.staging.adopted_call import is_calling
 
         if is_calling():
             return  # the update loader begins and ends the load of shadow weights
@@ -80,7 +80,7 @@ def _load_straight(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _unless_calling(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        from vllm.inflight.worker.staging.adopted_call import is_calling
+        from vllm.inflight.worker.adopted_call import is_calling
 
         return None if is_calling() else original(*args, **kwargs)
 

@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from vllm.inflight import upstream
 from vllm.inflight.errors import Conflict
 from vllm.inflight.update import DRAFT
+from vllm.inflight.worker.adopted_call import is_calling, rejected
 from vllm.inflight.worker.integrity import fingerprint
 from vllm.inflight.worker.model import layerwise_reload
 from vllm.inflight.worker.model.drafter import served_by, trees
@@ -40,7 +41,6 @@ from vllm.inflight.worker.model.layers import layers, parameters
 from vllm.inflight.worker.model.mla import is_derived
 from vllm.inflight.worker.model.quantized import has_cache_scales
 from vllm.inflight.worker.model_state import ModelState, recall
-from vllm.inflight.worker.staging.adopted_call import is_calling, rejected
 from vllm.inflight.worker.status_board import StatusBoard
 from vllm.inflight.worker.worker_state import Adopter
 

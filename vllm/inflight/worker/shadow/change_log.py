@@ -34,7 +34,7 @@ from vllm.inflight import ops
 from vllm.inflight.errors import ChangeLogFull, OutOfDeviceMemory
 from vllm.inflight.worker.shadow.log_entries import (
     ALIGNMENT,
-    Entries,
+    LogEntries,
     Logged,
     Numbers,
     Pieces,
@@ -85,7 +85,7 @@ class Keeping(NamedTuple):
 
     give_up: Callable[[], None]
     rest: Callable[[int], None]
-    moved: Callable[[Entries], None]
+    moved: Callable[[LogEntries], None]
 
 
 class Area:
@@ -172,7 +172,7 @@ class ChangeLog:
         self._memory: Area | None = None
         self.holds_way_back = False
         """Whether what is logged is the way back: its update is committed."""
-        self._kept: Entries | None = None
+        self._kept: LogEntries | None = None
         """Of the log before this one; None if that is not there any more."""
         self._keeping: Keeping | None = None
         self._may_move = False
@@ -279,9 +279,9 @@ class ChangeLog:
         )
 
     @property
-    def entries(self) -> Entries:
+    def entries(self) -> LogEntries:
         """What is logged by now."""
-        return Entries(tuple(self._pieces))
+        return LogEntries(tuple(self._pieces))
 
     def reserve(self, param: str, num: int, width: int) -> Logged | None:
         """Memory for elements of a parameter, to be filled; None if there is no room.
@@ -401,7 +401,7 @@ class ChangeLog:
             if moves is None:
                 return False
             self._copy(moves, keeping.rest)
-            moved = Entries(tuple(target for _, target in moves))
+            moved = LogEntries(tuple(target for _, target in moves))
             keeping.moved(moved)
             self._kept = moved
             memory.drop_kept()
@@ -412,7 +412,7 @@ class ChangeLog:
         return True
 
     def _moves(
-        self, way_back: Entries, memory: Area, taken: list[tuple[Area, int]]
+        self, way_back: LogEntries, memory: Area, taken: list[tuple[Area, int]]
     ) -> list[tuple[Pieces, Pieces]] | None:
         """Where the way back lies and where it will; None if there is no room for it.
 

@@ -47,7 +47,7 @@ class Pieces(NamedTuple):
 
     Attributes:
         params: the parameter of each.
-        rows: int64 [stretches, 5], as in `Entries.table`.
+        rows: int64 [stretches, 5], as in `LogEntries.table`.
         memory: uint8, in which they lie one after the other.
 
     """
@@ -84,7 +84,7 @@ class Pieces(NamedTuple):
         return Pieces(self.params, rows, memory)
 
 
-class Entries(NamedTuple):
+class LogEntries(NamedTuple):
     """What one update has logged, and where it lies."""
 
     pieces: tuple[Pieces, ...] = ()

@@ -12,8 +12,8 @@ shadow range of the arena. Without an arena they lie in memory that a commit cop
 from.
 
 With delta staging the parameters of this tree have no memory: they are on `meta`, but
-for biases of quantised layers. The tree tells what the loaders would do with a tensor, and a log takes the
-elements that an update changes (change_log.py).
+for biases of quantised layers. The tree tells what the loaders would do with a tensor,
+and a log takes the elements that an update changes (change_log.py).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from vllm.inflight.delta.device_decode import launch_table
 from vllm.inflight.errors import ArenaTorn
 from vllm.inflight.worker.shadow.change_log import SUMS, ChangeLog
 from vllm.inflight.worker.shadow.changed_elements import elements, reach
-from vllm.inflight.worker.shadow.log_entries import Entries, Logged, Numbers
+from vllm.inflight.worker.shadow.log_entries import LogEntries, Logged, Numbers
 
 Found = tuple[ops.Digest, int]
 """What a swap has exchanged: the sum over the elements, and their number."""
@@ -53,7 +53,7 @@ class Swap:
         self._addresses = {n: param.data_ptr() for n, param in self._live.items()}
         self._take(log.entries)
 
-    def _take(self, entries: Entries) -> None:
+    def _take(self, entries: LogEntries) -> None:
         self._held = entries.memory
         """Tensors at whose addresses the swap reads and writes, with `_live`."""
         self._swap: _OnHost | _OnDevice
@@ -62,7 +62,7 @@ class Swap:
         else:
             self._swap = _OnHost(entries, self._live)
 
-    def of(self, entries: Entries) -> Swap:
+    def of(self, entries: LogEntries) -> Swap:
         """The same swap, of entries that have moved to other memory."""
         made = copy(self)
         made._take(entries)
@@ -105,7 +105,7 @@ class Swap:
 
 
 def _rows(
-    entries: Entries, live: Mapping[str, torch.Tensor], columns: Sequence[int]
+    entries: LogEntries, live: Mapping[str, torch.Tensor], columns: Sequence[int]
 ) -> Numbers:
     """The rows of a swap: one for each stretch of a parameter.
 
@@ -129,7 +129,7 @@ def _rows(
 class _OnHost:
     """One call of the native core."""
 
-    def __init__(self, entries: Entries, live: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, entries: LogEntries, live: Mapping[str, torch.Tensor]) -> None:
         self._rows = _rows(entries, live, (0, 1, 3, 5, 6, 2, 4))
         self._num = int(self._rows[:, 3].sum())
 
@@ -145,7 +145,7 @@ class _OnDevice:
     def __init__(
         self,
         device: torch.device,
-        entries: Entries,
+        entries: LogEntries,
         live: Mapping[str, torch.Tensor],
     ) -> None:
         from vllm.inflight.worker.shadow.triton_kernels import BLOCK

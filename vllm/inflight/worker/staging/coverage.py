@@ -20,10 +20,10 @@ from vllm.inflight import upstream
 from vllm.inflight.errors import Conflict
 from vllm.inflight.tensor_names import PLAIN
 from vllm.inflight.update import DRAFT, Manifest
+from vllm.inflight.worker.adopted_call import is_calling, rejected
 from vllm.inflight.worker.model import direct_writes, layerwise_reload
 from vllm.inflight.worker.model.quantized import is_quantised
 from vllm.inflight.worker.replay_plan import Entry, RecordedWrites, View, are_apart
-from vllm.inflight.worker.staging.adopted_call import is_calling, rejected
 from vllm.inflight.worker.staging.rounding import HOST, as_fresh
 from vllm.inflight.worker.verify.checks import REPEATED
 from vllm.inflight.yielding import with_breaks

@@ -31,14 +31,15 @@ from vllm.inflight.frameworks.known_call import methods_of
 from vllm.inflight.frameworks.table import known_calls, matched
 from vllm.inflight.transport.base import StagedEngine
 from vllm.inflight.transport.buckets.tensor_list import Pair
-from vllm.inflight.worker.integrity.outside_writes import SOURCE
-from vllm.inflight.worker.model.drafter import ModelWithDrafter
-from vllm.inflight.worker.staging.adopted_call import (
+from vllm.inflight.worker.adopted_call import (
     calling,
     is_calling,
     noting,
     rejected,
 )
+from vllm.inflight.worker.integrity.outside_writes import SOURCE
+from vllm.inflight.worker.model.drafter import ModelWithDrafter
+from vllm.inflight.worker.model.layers import parameters
 from vllm.inflight.worker.staging.weight_memory import WeightMemory
 from vllm.inflight.yielding import with_breaks
 
@@ -235,6 +236,8 @@ class Door:
     ) -> None:
         self._load, self._model, self._clones = load, model, clones
         self.memory = WeightMemory(model, live)
+        self._homes = [] if clones else [(*at, at[-1].data) for at in parameters(model)]
+        """The parameters of a GPU's engine, whose kernels know these places."""
         self._device = device
         self.failure: Exception | None = None
         self._is_used = False
@@ -278,6 +281,17 @@ class Door:
             # The first load has begun the load of all layers, and checked the plan.
             self._is_used, self._states = True, self._now()
         return names
+
+    def bring_home(self) -> None:
+        """Put parameters back that a method has replaced, and note it as a failure."""
+        for name, layer, key, param, place in self._homes:
+            is_own = layer._parameters.get(key) is param
+            if is_own and param.data_ptr() == place.data_ptr():
+                continue
+            param.data = place
+            layer._parameters[key] = param
+            what = f"the place of {name} of the shadow model"
+            self.failure = self.failure or _write_conflict("a method", what)
 
     def require_all_through(self, loaded: Collection[str]) -> None:
         """Raise `Conflict` if parameters were written without the door.
@@ -377,6 +391,7 @@ class ExtensionCalls(StagedEngine):
             ) from error
         finally:
             door.failure = next(filter(None, [door.failure, *rejections]), None)
+            door.bring_home()
 
     def note_source(self) -> None:
         """Remember which files the model's config names."""

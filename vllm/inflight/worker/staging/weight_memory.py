@@ -56,6 +56,8 @@ class WeightMemory:
         return None
 
     def _parameter_at(self, tensor: torch.Tensor) -> str | None:
+        if tensor.is_meta:
+            return self._hollow_parameter(tensor)
         if not _is_in_memory(tensor):
             return None
         if self._places is None:
@@ -66,11 +68,27 @@ class WeightMemory:
             return None
         return self._places[index][2]
 
+    def _hollow_parameter(self, tensor: torch.Tensor) -> str | None:
+        """The parameter that a tensor without memory is a view of; None if of none.
+
+        A layer has no memory until its load is complete. What is written into it is
+        lost.
+        """
+        storage = tensor.untyped_storage()._cdata
+        for name, param in self._named():
+            if param.is_meta and param.untyped_storage()._cdata == storage:
+                return name
+        return None
+
     def _found(self) -> Iterator[Place]:
+        for name, param in self._named():
+            if _is_in_memory(param):
+                yield *_span(param), name
+
+    def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         for where, model in self._models.items():
             for name, _, _, param in parameters(model):
-                if _is_in_memory(param):
-                    yield *_span(param), f"{name} of {where}"
+                yield f"{name} of {where}", param
 
 
 def _is_in_memory(tensor: torch.Tensor) -> bool:

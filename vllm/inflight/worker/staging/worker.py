@@ -46,7 +46,7 @@ from vllm.inflight.worker.model.layers import parameters_by_name
 from vllm.inflight.worker.shadow import swap
 from vllm.inflight.worker.shadow.change_log import Keeping
 from vllm.inflight.worker.shadow.flip import Flip, flip_of
-from vllm.inflight.worker.shadow.log_entries import Entries
+from vllm.inflight.worker.shadow.log_entries import LogEntries
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.staging.extension import ExtensionCalls
 from vllm.inflight.worker.staging.thread import StagingThread, post_failure
@@ -307,7 +307,9 @@ class StagingWorker:
             self.shadow.log.begin(keeping)
             return True
 
-    def move_way_back(self, is_cancelled: Callable[[], bool], entries: Entries) -> None:
+    def move_way_back(
+        self, is_cancelled: Callable[[], bool], entries: LogEntries
+    ) -> None:
         """From here on a rollback takes the log of the way back from other memory.
 
         Args:
