@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 from collections.abc import Callable, Iterator
@@ -34,12 +35,16 @@ def folders(checkpoint: Callable[..., Path]) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def server(folders: list[Path]) -> Iterator[Server]:
-    with Server(folders[0]) as running:
+    local = json.dumps({"backend": "local"})
+    with Server(folders[0], "--weight-transfer-config", local) as running:
         yield running
 
 
 def publish_during(server: Server, folder: Path, label: str) -> threading.Thread:
-    """Publish a version as soon as a request decodes."""
+    """Stage a version, and commit it as soon as a request decodes."""
+    # Staged before: on a busy machine the requests might end sooner.
+    server.post("/start_weight_update")
+    server.post("/update_weights", {"update_info": {"path": str(folder)}})
 
     def publish() -> None:
         def used() -> int:
@@ -47,8 +52,8 @@ def publish_during(server: Server, folder: Path, label: str) -> threading.Thread
             return int(found["num_used_tokens"])
 
         until(lambda: used() > 64)
-        body = {"path": str(folder), "weight_version": label}
-        assert server.post("/update_weights_from_disk", body)["success"]
+        body = {"weight_version": label}
+        assert server.post("/finish_weight_update", body)["epoch"]
 
     thread = threading.Thread(target=publish)
     thread.start()

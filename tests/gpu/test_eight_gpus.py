@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.e2e.test_fed_engines import feed
-from tests.gpu.test_trainer_deltas import chain, check_shards  # noqa: F401 (a fixture)
+from tests.gpu.test_trainer_deltas import check_shards
 from tests.support.engines.far_ranks import FarRanks
 from tests.support.gpu.ranked import start  # noqa: F401 (a fixture)
 
@@ -34,7 +34,7 @@ def test_seven_engines_serve_the_weights_from_one_trainer_over_nccl(
 def test_four_ranks_of_a_trainer_send_the_changes_of_their_shards_to_four_ranks(
     start: Callable[..., Any],  # noqa: F811
     old: Path,
-    chain: list[Path],  # noqa: F811
+    chain: list[Path],
     tmp_path: Path,
     staging: str,
 ) -> None:

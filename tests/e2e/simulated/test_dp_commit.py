@@ -367,10 +367,12 @@ def test_a_reload_is_of_both_at_the_same_step(both: Together) -> None:
     first, second = both.finish()
     assert first == second[: len(first)] or second == first[: len(second)]
     assert set(first) == {0, 1}
-    assert labels(both) == ["update-1", "update-1"]
+    assert labels(both) == ["untracked-1", "untracked-1"]
     for name, core in (("r0", both.cores[0]), ("r10", both.cores[1])):
         made = core.model_executor.sampled[name]
-        assert both.stamps[name] == [("default", "update-1")[s.weights] for s in made]
+        assert both.stamps[name] == [
+            ("default", "untracked-1")[s.weights] for s in made
+        ]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -451,4 +453,4 @@ def test_a_reload_in_several_calls_goes_on_under_a_pause(both: Together) -> None
     first, second = both.finish()
     assert all(a == b for a, b in zip(first, second, strict=False))
     assert [len(told) for told in both.stamps.values()] == [150, 150]
-    assert labels(both) == ["update-1", "update-1"]
+    assert labels(both) == ["untracked-1", "untracked-1"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,10 @@ def norm(model: Any) -> torch.nn.Parameter:
     return found
 
 
+def of_ones() -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.ones(128, dtype=torch.bfloat16), False)
+
+
 OF_NORM = [("norm.weight", torch.ones(128, dtype=torch.bfloat16))]
 
 WAYS: dict[str, Callable[[Any, Any], Any]] = {
@@ -76,6 +81,23 @@ WAYS: dict[str, Callable[[Any, Any], Any]] = {
     "only by its loader": lambda worker, model: getattr(
         norm(model), "weight_loader", default_weight_loader
     )(norm(model), OF_NORM[0][1]),
+    "other data": lambda worker, model: setattr(
+        norm(model), "data", torch.ones(128, dtype=torch.bfloat16)
+    ),
+    "another parameter": lambda worker, model: setattr(
+        model.model.norm, "weight", of_ones()
+    ),
+    "an assigned state": lambda worker, model: model.model.norm.load_state_dict(
+        {"weight": of_ones()}, assign=True
+    ),
+    "another layer": lambda worker, model: setattr(
+        model.model, "norm", deepcopy(model.model.norm)
+    ),
+    "other data before a load": lambda worker, model: (
+        setattr(norm(model), "data", of_ones().data),
+        model.load_weights([("lm_head.weight", torch.zeros(0))][:0]),
+    ),
+    "no parameter": lambda worker, model: delattr(model.model.norm, "weight"),
     "a collective": lambda worker, model: torch.distributed.broadcast(
         norm(model).data, 0
     ),

@@ -52,6 +52,17 @@ def test_the_way_back_outlives_an_update_that_is_logged_beside_it():
         assert are_equal(live, new)
 
 
+@pytest.mark.parametrize("num_kept", [0, 1000])
+def test_the_way_back_is_kept_where_to_give_it_up_would_not_help(num_kept: int):
+    live = parameters()
+    log = ChangeLog(CPU, 1 << 14)
+    add_some(log, live, num_kept)
+    log.holds_way_back = True
+    log.begin(BESIDE)
+    assert log.reserve(next(iter(live)), 1 << 14, 4) is None
+    assert log.keeps and not log.has_room
+
+
 @pytest.mark.parametrize("num_before", range(3))
 def test_an_update_has_all_of_the_log_once_the_way_back_is_given_up(num_before: int):
     live = parameters()

@@ -19,14 +19,19 @@ def replace_parameter(layer: torch.nn.Module) -> None:
     layer.weight = torch.nn.Parameter(torch.ones(2, 2))
 
 
+def replace_layer(model: torch.nn.Module) -> None:
+    model[0] = torch.nn.Linear(2, 2, bias=False)
+
+
+@pytest.mark.parametrize("clones", [False, True])
 @pytest.mark.parametrize("replace", [replace_data, replace_parameter])
 def test_a_parameter_that_a_method_replaces_is_put_back_and_the_call_has_failed(
-    replace: Callable[[torch.nn.Module], None],
+    replace: Callable[[torch.nn.Module], None], clones: bool
 ) -> None:
     """Graphs would go on with the memory that they know."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False))
     param, place = model[0].weight, model[0].weight.data_ptr()
-    door = Door(lambda _: None, model, torch.nn.Module(), clones=False, device=CPU)
+    door = Door(lambda _: None, model, torch.nn.Module(), clones=clones, device=CPU)
     door.bring_home()
     assert door.failure is None
     replace(model[0])
@@ -36,9 +41,28 @@ def test_a_parameter_that_a_method_replaces_is_put_back_and_the_call_has_failed(
     assert "0.weight of the shadow model" in door.failure.message
 
 
+def test_a_layer_that_a_method_replaces_is_put_back_and_the_call_has_failed() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False))
+    layer = model[0]
+    door = Door(lambda _: None, model, torch.nn.Module(), clones=False, device=CPU)
+    replace_layer(model)
+    door.bring_home()
+    assert model[0] is layer
+    assert isinstance(door.failure, Conflict)
+
+
 def test_layers_that_are_made_anew_during_a_load_may_have_other_parameters() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False))
-    door = Door(lambda _: None, model, torch.nn.Module(), clones=True, device=CPU)
-    replace_parameter(model[0])
+
+    def load(_: object) -> None:
+        replace_parameter(model[0])
+
+    door = Door(load, model, torch.nn.Module(), clones=True, device=CPU)
+    door([])
     door.bring_home()
     assert door.failure is None
+    param = model[0].weight
+    replace_data(model[0])
+    door([])  # a load later: what was put there before is not taken over
+    assert isinstance(door.failure, Conflict)
+    assert param.data_ptr() != model[0].weight.data_ptr()

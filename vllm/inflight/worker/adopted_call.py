@@ -35,14 +35,19 @@ def calling(is_calling: bool) -> Iterator[None]:
 def noting() -> Iterator[list[Conflict]]:
     """Context: gives the list of what is rejected in it, in this thread."""
     found: list[Conflict] = []
+    before = getattr(_here, "rejections", None)
     _here.rejections = found
     try:
         yield found
     finally:
-        _here.rejections = []
+        _here.rejections = before
 
 
 def rejected(error: Conflict) -> Conflict:
-    """Note that something was rejected in this thread; returns the error."""
-    _here.rejections.append(error)
+    """Note that something was rejected in this thread; returns the error.
+
+    A thread that a method has started notes nothing: there the error ends the load.
+    """
+    if (found := getattr(_here, "rejections", None)) is not None:
+        found.append(error)
     return error

@@ -189,7 +189,7 @@ def nests(part: View) -> bool:
 
 def _is_plain(copied: Copied) -> bool:
     _, shape, _ = copied.part
-    is_short = sum(size > 1 for size in shape) <= MOST_DIMS
+    is_short = sum(size > 1 for size in shape) <= MOST_DIMS and prod(shape) > 0
     # The log of changed elements has 32 bits for each offset.
     is_short &= copied.view[0] + span(copied.view) < 1 << 31
     return copied.is_exact and is_short and nests(copied.part)

@@ -361,14 +361,17 @@ class ChangeLog:
     def _take(self, num_bytes: int) -> torch.Tensor | None:
         """Memory beside the weights, or else host memory; None if there is none.
 
-        Where there is none for two logs, the way back is given up.
+        Where there is none for two logs, the way back is given up, unless that would
+        not help.
         """
         assert self._memory is not None
         if self._makes_room(num_bytes):
             return self._memory.take(num_bytes)
         if (block := self._block(num_bytes)) is not None:
             return block.take(num_bytes)
-        if not self.keeps:
+        helps = any(area.num_kept for area in self._areas)
+        helps &= self.num_bytes <= self.capacity + self.host_capacity
+        if not self.keeps or not helps:
             return None
         assert self._keeping is not None
         self._keeping.give_up()

@@ -236,8 +236,8 @@ class Door:
     ) -> None:
         self._load, self._model, self._clones = load, model, clones
         self.memory = WeightMemory(model, live)
-        self._homes = [] if clones else [(*at, at[-1].data) for at in parameters(model)]
-        """The parameters of a GPU's engine, whose kernels know these places."""
+        self._children = [(m, dict(m._modules)) for m in model.modules()]
+        self.note_homes()
         self._device = device
         self.failure: Exception | None = None
         self._is_used = False
@@ -247,6 +247,7 @@ class Door:
     def __call__(self, weights: Iterable[Pair]) -> set[str]:
         """Load tensors; returns their names."""
         names: set[str] = set()
+        self.bring_home()
         usual = torch.get_default_device()
         modes = [mode for mode in _get_current_dispatch_mode_stack()]
 
@@ -277,21 +278,40 @@ class Door:
         finally:
             if self._clones:  # a layer that is complete has its parameters elsewhere
                 self.memory.moved()
+                self.note_homes()
         if not self._is_used:
             # The first load has begun the load of all layers, and checked the plan.
             self._is_used, self._states = True, self._now()
         return names
 
+    def note_homes(self) -> None:
+        """Remember the parameters and their places; nobody else changes them.
+
+        With `clones` a load may, so it is called after each load, and before a method.
+        """
+        self._homes = [(*at, at[-1].data) for at in parameters(self._model)]
+
     def bring_home(self) -> None:
-        """Put parameters back that a method has replaced, and note it as a failure."""
+        """Put layers and parameters back that a method has replaced.
+
+        That is noted as a failure: what was put there was never checked, and compiled
+        graphs go on with the memory that they know.
+        """
+        for layer, children in self._children:
+            if layer._modules != children:
+                layer._modules.update(children)
+                self._note_replaced(f"the layers of {type(layer).__name__}")
         for name, layer, key, param, place in self._homes:
             is_own = layer._parameters.get(key) is param
             if is_own and param.data_ptr() == place.data_ptr():
                 continue
             param.data = place
             layer._parameters[key] = param
-            what = f"the place of {name} of the shadow model"
-            self.failure = self.failure or _write_conflict("a method", what)
+            self._note_replaced(f"the place of {name}")
+
+    def _note_replaced(self, what: str) -> None:
+        error = _write_conflict("a method", f"{what} of the shadow model")
+        self.failure = self.failure or error
 
     def require_all_through(self, loaded: Collection[str]) -> None:
         """Raise `Conflict` if parameters were written without the door.
@@ -378,6 +398,7 @@ class ExtensionCalls(StagedEngine):
         else:
             name, method = command.method, getattr(self._stand_in, command.method)
         guard, rejections = Guard(name, door.memory), []
+        door.note_homes()
         try:
             usual = self.usual_device or torch.device("cpu")
             with noting() as rejections, calling(True), guard, _default_device(usual):

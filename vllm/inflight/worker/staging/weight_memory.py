@@ -129,7 +129,11 @@ def _outputs(func: torch._ops.OpOverload) -> list[tuple[int, str]]:
     """Place and name of each argument that an operator writes."""
     arguments = list(enumerate(func._schema.arguments))
     if func.namespace == "c10d":  # its schemas do not say it; outputs come first
-        return [(0, arguments[0][1].name)] if func._opname.endswith("_") else []
+        return (
+            [(0, arguments[0][1].name)]
+            if func.__name__.partition(".")[0].endswith("_")
+            else []
+        )
     return [
         (index, argument.name)
         for index, argument in arguments
