@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm.config.weight_transfer import WeightTransferConfig
 
-from tests.support.deltas import stepped
+from tests.support.deltas import delta_between, stepped
 from tests.support.engines.mixtures import mixed, part
 from tests.support.engines.probe import greedy
 from tests.support.engines.unpacked import unpacked
@@ -151,3 +151,34 @@ def test_deltas_change_a_tied_head_with_its_embedding(
         with Publisher(llm, weights, delta="off") as to:
             to.publish("whole")
         assert (llm.weight_info()["digest"], greedy(llm)) == said
+
+
+def test_a_head_that_a_subset_has_left_behind_stands_against_no_delta(
+    start: Callable[..., Any], tied: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """The subset brought the embedding alone, and the head is not served."""
+    old, new = (
+        with_head(tmp_path / name, folder, is_copy=True)
+        for name, folder in zip(("old", "new"), tied, strict=True)
+    )
+    is_packed = not torch.cuda.is_available()
+    with unpacked() if is_packed else nullcontext():
+        llm = start(
+            old,
+            additional_config={"inflight": {"staging": "delta", "delta_gib": 0.02}},
+            weight_transfer_config=WeightTransferConfig(backend="local"),
+        )
+    llm.update_weights_from_disk(str(old), "old")
+    folder = part(new, [EMBEDDING], tmp_path / "part")
+    llm.update_weights_from_disk(folder, subset=[EMBEDDING])
+    name = "model.norm.weight"
+    norm = {name: load_file(old / "model.safetensors")[name]}
+    changed = {name: norm[name] + 1}
+    before = greedy(llm)
+    manifest, pairs = delta_between(norm, changed, llm.weight_info()["digest"])
+    save_file(pairs, file := tmp_path / "delta.safetensors")
+    update_id = llm.start_weight_update(manifest=manifest)["update_id"]
+    llm.update_weights({"path": str(file)}, update_id=update_id)
+    llm.finish_weight_update(update_id=update_id)
+    assert greedy(llm) != before
+    assert llm.verify_weights()["result"] == "equal"

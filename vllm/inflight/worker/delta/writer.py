@@ -222,7 +222,10 @@ class DeltaWriter:
         ignored = self._shadow.ignored
         if not ignored.has_tied_head:
             return []
-        return untied({**self._served.facts, **self._facts}, ignored)
+        # A subset may have left the digest of a head behind that nobody serves.
+        before = set(untied(self._served.facts, ignored)) - self._facts.keys()
+        found = untied({**self._served.facts, **self._facts}, ignored)
+        return [name for name in found if name not in before]
 
     @functools.cached_property
     def _served_digests(self) -> NDArray[np.uint64]:
