@@ -12,6 +12,7 @@ import gc
 import importlib
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 from typing import Any
 
 WATCHED = (
@@ -88,13 +89,24 @@ def put_on(worker: Any) -> None:
     """Time every call of `WATCHED` from now on, and every collection of garbage."""
     del worker
     gc.callbacks.append(_collecting)
-    for path in WATCHED:
+    wrap(WATCHED, _timed)
+
+
+def wrap(paths: Iterable[str], wrapper: Callable[[str, Any], Any]) -> None:
+    """Put a wrapper around functions, as `WATCHED` names them.
+
+    Args:
+        paths: module below `vllm.inflight`, and what in it.
+        wrapper: called with the name and the function; returns what takes its place.
+
+    """
+    for path in paths:
         module_name, name = path.split(":")
         owner: Any = importlib.import_module(f"vllm.inflight.{module_name}")
         *parents, attribute = name.split(".")
         for parent in parents:
             owner = getattr(owner, parent)
-        setattr(owner, attribute, _timed(name, getattr(owner, attribute)))
+        setattr(owner, attribute, wrapper(name, getattr(owner, attribute)))
 
 
 def read(worker: Any) -> dict[str, Any]:

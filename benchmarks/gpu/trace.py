@@ -12,7 +12,6 @@ them.
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import sys
 import threading
@@ -26,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchmarks.stopwatch import wrap
 
 PHASES = (
     "engine.update.updates:Updates.start",
@@ -76,13 +77,7 @@ def begin(worker: Any) -> None:
 
     del worker
     if not hasattr(StepTracker.running, "is_told"):
-        for path in PHASES:
-            module_name, name = path.split(":")
-            owner: Any = importlib.import_module(f"vllm.inflight.{module_name}")
-            *parents, attribute = name.split(".")
-            for parent in parents:
-                owner = getattr(owner, parent)
-            setattr(owner, attribute, _told(name, getattr(owner, attribute)))
+        wrap(PHASES, _told)
         running: Any = _told_steps(StepTracker.running)
         StepTracker.running = running
     _spans.clear()
