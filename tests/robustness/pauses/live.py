@@ -16,6 +16,8 @@ from vllm.inflight.api.control.methods import control_of
 
 PATIENCE_S = 180.0
 """For one call on a busy machine."""
+SETTLED_TURNS = 1000
+"""Turns of an event loop, of which a token takes few from the engine to its client."""
 CPU_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 
 
@@ -208,6 +210,18 @@ class Live:
         """Until all have ended; raises what went wrong with one."""
         for stream in streams:
             stream.future.result(timeout=PATIENCE_S)
+
+    def settle(self) -> None:
+        """Returns once the clients have all that was sent before the last reply.
+
+        Tokens and replies of an engine come through one socket, in their order.
+        """
+
+        async def turns() -> None:
+            for _ in range(SETTLED_TURNS):
+                await asyncio.sleep(0)
+
+        self.later(turns()).result(timeout=PATIENCE_S)
 
     def until_begun(self, streams: list[Stream], num_tokens: int) -> None:
         """Until each has so many tokens, or has ended."""

@@ -25,8 +25,8 @@ from tests.support.preloaded_process import IS_ON_CPU
 from tests.support.waiting import until
 from vllm.inflight.transport.waiting import in_background
 
-SETTLED_S = 0.3
-"""In which what was under way when a pause replied has reached its client."""
+WATCHED_S = 0.3
+"""How long no token may come in a pause."""
 GROUPS = 40
 REGEX = rf"([0-9]{{3}}-){{{GROUPS}}}[a-f]{{12}}"
 EOS = 256
@@ -183,7 +183,7 @@ class Scene:
         self.treated = pausing.result(timeout=180)
         took = time.monotonic() - asked
         assert live.call("is_paused")
-        time.sleep(SETTLED_S)
+        live.settle()
         before = self._counts()
         if cell.mode == "wait":
             assert all(s.future.done() for s in self.running)
@@ -195,7 +195,7 @@ class Scene:
             reply = self._change(None, False)
             assert reply["weight_version"] == NEW
             assert live.call("is_paused"), "the commit has ended the pause"
-        time.sleep(SETTLED_S)
+        time.sleep(WATCHED_S)
         assert self._counts() == before, "tokens came in the pause"
         self.paused = (asked, time.monotonic())
         live.call("continue_generation")
