@@ -13,7 +13,12 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.engine
 
+MAX_MODEL_LEN = 16384
+SHAPE = {"positions": MAX_MODEL_LEN}
+ENDLESS = MAX_MODEL_LEN - 100
+"""Tokens of a request that runs until it is aborted, however fast the machine is."""
 FLAGS = (
+    *("--max-model-len", str(MAX_MODEL_LEN)),
     *("--api-server-count", "2", "--inflight-pauses", "absorb"),
     *("--inflight-when-paused", "reject", "--worker-extension-cls"),
     "tests.support.frameworks.recorded.PrimeRLFiles",
@@ -63,7 +68,7 @@ def test_a_frameworks_pause_update_and_resume_may_take_any_api_server(
 ) -> None:
     one, other = pair
     with ThreadPoolExecutor(2) as pool:
-        running = [pool.submit(completion, server, 900) for server in pair]
+        running = [pool.submit(completion, server, ENDLESS) for server in pair]
         until(lambda: num_running(one) == 2)
         assert one.post("/pause?mode=keep&clear_cache=false")["absorbed"] is True
         assert states(pair) == [(True, True)] * 2
@@ -77,11 +82,13 @@ def test_a_frameworks_pause_update_and_resume_may_take_any_api_server(
         assert states(pair) == [(True, True)] * 2
         assert other.post("/resume")["paused"] is False
         assert states(pair) == [(False, False)] * 2
+        assert not any(each.done() for each in running)
+        assert one.post("/abort_request", abort_all=True)["num_aborted"] == 2
         for each in running:
             (choice,) = each.result().json()["choices"]
-            labels = [span["version"] for span in choice["weight_versions"]]
-            assert len(choice["token_ids"]) == 900
-            assert labels == ["old", new.name]
+            spans = choice["weight_versions"]
+            assert [span["version"] for span in spans] == ["old", new.name]
+            assert spans[-1]["end"] == len(choice["token_ids"])
     assert {server.get("/weight_info")["weight_version"] for server in pair} == {
         new.name
     }

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.engines import gentle
 from tests.support.engines.script import run_script
 from tests.support.frameworks.recipes import LENGTH, PRIME_RL, PROMPT, TRL, VERL, names
 from tests.support.frameworks.recipes import stand_in as module
@@ -35,14 +36,15 @@ def folders(checkpoint: Callable[..., Path]) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def server(folders: list[Path]) -> Iterator[Server]:
-    local = json.dumps({"backend": "local"})
-    with Server(folders[0], "--weight-transfer-config", local) as running:
+    flags = ("--weight-transfer-config", json.dumps({"backend": "local"}))
+    flags += ("--logits-processors", gentle.NAME)
+    with Server(folders[0], *flags) as running:
         yield running
 
 
 def publish_during(server: Server, folder: Path, label: str) -> threading.Thread:
-    """Stage a version, and commit it as soon as a request decodes."""
-    # Staged before: on a busy machine the requests might end sooner.
+    """Stage a version, and commit it in a pause as soon as a request decodes."""
+    # Staged before, and paused: on a busy machine the requests might end sooner.
     server.post("/start_weight_update")
     server.post("/update_weights", {"update_info": {"path": str(folder)}})
 
@@ -51,9 +53,11 @@ def publish_during(server: Server, folder: Path, label: str) -> threading.Thread
             (found,) = server.client.get("/v1/loads").json()["loads"]
             return int(found["num_used_tokens"])
 
-        until(lambda: used() > 64)
+        until(lambda: used() > 32)
+        server.post("/pause_generation", {"mode": "in_place"})
         body = {"weight_version": label}
         assert server.post("/finish_weight_update", body)["epoch"]
+        server.post("/continue_generation")
 
     thread = threading.Thread(target=publish)
     thread.start()

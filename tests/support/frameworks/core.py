@@ -36,7 +36,11 @@ def extended_core(folder: Path, extension: str, **options: Any) -> Iterator[Engi
 
 
 def beside_steps(streams: Streams, act: Callable[[], Any]) -> Any:
-    """What `act` returns or raises, in a thread, while the core takes steps."""
+    """What `act` returns or raises, in a thread, while the core takes steps.
+
+    Each rest between two steps is a hundredth longer than the one before. So a request
+    of some hundred tokens outlasts an act of minutes, and hardly delays a short one.
+    """
     found: list[Any] = []
 
     def run() -> None:
@@ -48,10 +52,12 @@ def beside_steps(streams: Streams, act: Callable[[], Any]) -> Any:
     thread = threading.Thread(target=run)
     thread.start()
     queue = streams.core.vllm_inflight.step_queue
+    rest_s = 0.001
     while thread.is_alive():
         with queue.stepping():
             streams.step()
-        thread.join(0.001)
+        thread.join(rest_s)
+        rest_s *= 1.01
     if isinstance(found[0], Exception):
         raise found[0]
     return found[0]

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from tests.support import preloaded_process
+from tests.support.waiting import until
 from vllm.inflight import patch
 from vllm.inflight.cli import doctor, main, report
 from vllm.inflight.cli.doctor import Report
@@ -99,8 +99,7 @@ def test_progress_is_shown_on_a_terminal_only(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with main._progress() as progress:
         progress("importing vLLM")
-        time.sleep(0.3)
-    assert "importing vLLM" in capsys.readouterr().err
+        until(lambda: "importing vLLM" in capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
