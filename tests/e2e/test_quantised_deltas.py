@@ -1,0 +1,133 @@
+"""Deltas of quantised checkpoints: equal to whole versions, and to fresh engines.
+
+Where a kernel reads the checkpoint's own bytes and scales, a delta writes single
+elements of them: into a log, or into shadow weights as on a GPU. The CPU build makes
+whole tensors of a delta, and processes their layers again, whatever its kernels read.
+"""
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from vllm.config.weight_transfer import WeightTransferConfig
+
+from tests.e2e.test_delta_staging import ROOM
+from tests.e2e.test_deltas import (  # noqa: F401 (tests, run here with these engines)
+    Sent,
+    sent,
+    step,
+    test_a_chain_of_deltas_equals_whole_versions,
+    test_a_delta_from_another_version_is_rejected_at_once,
+    test_a_delta_is_committed_while_requests_run,
+    test_a_flipped_bit_changes_nothing,
+    test_a_lost_end_changes_nothing,
+    test_a_lost_part_changes_nothing,
+    test_a_version_without_a_change_is_a_version,
+    test_after_another_trainers_version_the_whole_one_is_sent,
+    weights,
+)
+from tests.e2e.test_quantised import WIDE
+from tests.support.engines.mirrored import mirrored
+from tests.support.engines.mixtures import said
+from tests.support.engines.unpacked import unpacked
+from tests.support.models.quantised import FILE
+from vllm.inflight.trainer import Publisher
+
+pytestmark = pytest.mark.engine
+
+FP8 = "fp8-channel"
+SHAPE = {"family": "qwen2", "hidden": 256}
+NUM_STEPS = 6
+
+
+class Case(NamedTuple):
+    """An engine: its checkpoint, its configuration, and what it is started in."""
+
+    kind: str
+    inflight: dict[str, Any] = {}
+    context: Callable[[], Any] = nullcontext
+
+
+CASES = {
+    "log": Case(FP8, ROOM, unpacked),
+    "shadow parameters": Case(FP8, {}, mirrored),
+    "int8, packed": Case("int8"),
+    "int4, packed": Case("int4"),
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "log",
+        "shadow parameters",
+        "int8, packed",
+        pytest.param("int4, packed", marks=WIDE),
+    ],
+)
+def case(request: pytest.FixtureRequest) -> Iterator[Case]:
+    found = CASES[request.param]
+    with found.context():
+        yield found
+
+
+@pytest.fixture(scope="module")
+def old(checkpoint: Callable[..., Path], case: Case) -> Path:
+    return checkpoint(0, case.kind, **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def new(checkpoint: Callable[..., Path], case: Case) -> Path:
+    return checkpoint(1, case.kind, **SHAPE)
+
+
+@pytest.fixture(scope="module")
+def llm(start: Callable[..., Any], old: Path, case: Case) -> Any:
+    return start(
+        old,
+        weight_transfer_config=WeightTransferConfig(backend="local"),
+        additional_config={"inflight": case.inflight},
+    )
+
+
+def test_after_each_of_many_deltas_and_rollbacks_it_serves_what_a_fresh_engine_does(
+    start: Callable[..., Any],
+    llm: Any,
+    old: Path,
+    case: Case,
+    weights: dict[str, torch.Tensor],
+    tmp_path: Path,
+) -> None:
+    seen = []
+    with Publisher(llm, weights) as to:
+        assert not to.publish("whole").is_delta
+        before = without_shapes(said(llm))
+        for seed in range(NUM_STEPS):
+            step(weights, seed)
+            assert to.publish(f"step-{seed}").is_delta
+            seen.append(without_shapes(said(llm)))
+            to.rollback()
+            assert without_shapes(said(llm)) == before
+            to.rollback()
+            before = seen[-1]
+            assert without_shapes(said(llm)) == before
+            assert llm.verify_weights()["result"] == "equal"
+    weights = load_file(old / FILE)
+    for seed in range(NUM_STEPS):
+        step(weights, seed)
+        folder = tmp_path / str(seed)
+        shutil.copytree(old, folder)
+        save_file(weights, folder / FILE, metadata={"format": "pt"})
+        assert without_shapes(said(start(folder))) == seen[seed]
+
+
+def without_shapes(found: tuple[Any, dict[str, str]]) -> tuple[Any, dict[str, str]]:
+    """Without the digests of shapes: in a fused layer the one that came last stays, and
+    no kernel reads it."""
+    said_tokens, digests = found
+    return said_tokens, {n: d for n, d in digests.items() if "weight_shape" not in n}
