@@ -99,8 +99,7 @@ def test_after_each_of_many_deltas_and_rollbacks_it_serves_what_a_fresh_engine_d
     start: Callable[..., Any],
     llm: Any,
     old: Path,
-    case: Case,
-    weights: dict[str, torch.Tensor],
+    weights: dict[str, torch.Tensor],  # noqa: F811 (the fixture)
     tmp_path: Path,
 ) -> None:
     seen = []
@@ -124,6 +123,47 @@ def test_after_each_of_many_deltas_and_rollbacks_it_serves_what_a_fresh_engine_d
         shutil.copytree(old, folder)
         save_file(weights, folder / FILE, metadata={"format": "pt"})
         assert without_shapes(said(start(folder))) == seen[seed]
+
+
+def test_a_delta_of_a_norm_alone_leaves_the_quantised_layers_as_they_are_served(
+    llm: Any,
+    weights: dict[str, torch.Tensor],  # noqa: F811 (the fixture)
+    tmp_path: Path,
+) -> None:
+    """The shadow weights hold another version of these layers then."""
+    norm = weights["model.norm.weight"]
+    with Publisher(llm, weights) as to:
+        step(weights, 1)
+        to.publish("whole")
+        norm.view(torch.int16)[:] += 1
+        assert to.publish("a norm").is_delta
+        found = llm.weight_info()["digest"], said(llm)
+        assert llm.verify_weights()["result"] == "equal"
+    save_file(weights, tmp_path / FILE)
+    llm.update_weights_from_disk(str(tmp_path), "all of it")
+    assert found == (llm.weight_info()["digest"], said(llm))
+
+
+def test_a_scrub_after_a_delta_names_the_tensor_with_a_changed_byte(
+    llm: Any,
+    case: Case,
+    weights: dict[str, torch.Tensor],  # noqa: F811 (the fixture)
+) -> None:
+    if case.kind != FP8:
+        pytest.skip("the layers of this engine are packed")
+    (model,) = llm.collective_rpc(lambda worker: worker.get_model())
+    params = dict(model.named_parameters())
+    name = "model.layers.1.mlp.down_proj.weight"
+    with Publisher(llm, weights) as to:
+        to.publish()
+        step(weights, 1)
+        assert to.publish().is_delta
+        for _ in range(3):  # the delta, the version before it, and again
+            assert llm.verify_weights()["result"] == "equal"
+            params[name].data.view(torch.uint8)[2, 3] ^= 1
+            assert llm.verify_weights()["different"] == [name]
+            params[name].data.view(torch.uint8)[2, 3] ^= 1
+            to.rollback()
 
 
 def without_shapes(found: tuple[Any, dict[str, str]]) -> tuple[Any, dict[str, str]]:

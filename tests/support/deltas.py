@@ -141,7 +141,7 @@ def stepped(
         chosen = torch.rand(flat.shape, generator=random) < share
         by = torch.randint(-40, 41, flat.shape, generator=random, dtype=torch.int16)
         if tensor.dtype.is_floating_point and tensor.element_size() > 1:
-            chosen &= flat.abs() > 1e-9  # as a neighbour of zero is no number of a model
+            chosen &= flat.abs() > 1e-9  # a neighbour of zero is no number of a model
             bits = integers(flat)
             bits[chosen] += by[chosen].to(bits.dtype)
         elif tensor.element_size() == 1:

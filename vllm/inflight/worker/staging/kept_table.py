@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +55,15 @@ class Form(NamedTuple):
 
     shape: torch.Size
     dtype: torch.dtype
+
+
+class Made(NamedTuple):
+    """What processing has made of a layer."""
+
+    params: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    numbers: dict[str, Any]
+    """What the layer, its scheme and its kernel keep in Python."""
 
 
 class Place(NamedTuple):
@@ -134,16 +144,15 @@ class Trial:
         self._path = path
         self._layer = layer
         self._forms = forms
-        live = dict(layers(shadow.live))[path]
-        self._live = {key: p for key, p in live._parameters.items() if p is not None}
+        self._served = dict(layers(shadow.live))[path]
+        served = self._served._parameters.items()
+        self._live = {key: param for key, param in served if param is not None}
         self._copies: dict[str, list[tuple[str, Copied]]] = {}
         """Parameter in load format → each copy into it, and its tensor."""
         self._places: dict[str, list[Place]] = {}
         """Parameter in load format → where it may be served."""
-        self._constant: dict[str, torch.Tensor] = {}
-        """Other tensors of the layer → their content."""
-        self._numbers: dict[str, Any] = {}
-        """Numbers that processing has left in Python."""
+        self._constant: tuple[dict[str, torch.Tensor], dict[str, Any]] | None = None
+        """Other tensors of the layer, and its numbers; the same for every pattern."""
 
     def run(self) -> dict[str, Entry]:
         """The entry of each tensor of the layer.
@@ -152,7 +161,7 @@ class Trial:
             NotKept: the layer is not served as the checkpoint has it.
 
         """
-        for beside in quantized.kept(self._layer, self._layer):
+        for beside in quantized.kept(self._served, self._served):
             raise NotKept(f"its kernel keeps a copy of it ({beside[-1]})")
         for number, patterns in enumerate(self._patterns()):
             self._look(self._loaded(patterns, is_first=not number), patterns)
@@ -172,34 +181,52 @@ class Trial:
             generator = torch.Generator(device).manual_seed(seed)
             yield {n: _random(form, generator) for n, form in self._forms.items()}
 
-    def _loaded(self, patterns: Patterns, *, is_first: bool) -> dict[str, torch.Tensor]:
-        """What the parameters of the layer are when it is loaded from patterns."""
-        shadow, layer = self._shadow, self._layer
-        made: dict[str, torch.Tensor] = {}
-        shadow.take_processed = lambda name, content: made.update(
-            {name.rpartition(".")[2]: content}
-        )
-        info = upstream.get_layerwise_info(layer)
+    def _loaded(self, patterns: Patterns, *, is_first: bool) -> Made:
+        """What processing makes of the layer when it is loaded from patterns."""
+        layer, made = self._layer, list[Made]()
         try:
             upstream.initialize_layerwise_reload(layer)
-            if is_first:
-                self._record(patterns)
-            else:
-                shadow.load(patterns.items())
-            if info.can_load():
-                raise NotKept("the start checkpoint does not fill all of it")
+            with self._watched(made):
+                if is_first:
+                    self._record(patterns)
+                else:
+                    self._shadow.load(patterns.items())
         except (InflightError, NotKept, torch.OutOfMemoryError):
             raise
         except Exception as error:  # loaders and kernels raise many kinds of errors
             logger.debug("layer %s took no pattern", self._path, exc_info=True)
             raise NotKept(f"it was not loaded from patterns: {error}") from error
         finally:
-            shadow.take_processed = None
             layerwise_reload.leave(layer)
-        if shadow.log is None:  # the result was copied into the shadow parameters
-            own = layer._parameters.items()
-            made = {key: param.data for key, param in own if param is not None}
-        return made
+        if len(made) != 1:
+            raise NotKept("the start checkpoint does not fill all of it")
+        return made[0]
+
+    @contextmanager
+    def _watched(self, made: list[Made]) -> Iterator[None]:
+        """Context: what processing makes of the layer is added to `made`."""
+        method: Any = self._layer.quant_method
+        original = method.process_weights_after_loading
+        own = vars(method).get("process_weights_after_loading")
+
+        def process(layer: torch.nn.Module) -> None:
+            original(layer)
+            params, buffers = layer._parameters.items(), layer._buffers.items()
+            made.append(
+                Made(
+                    {key: param.data for key, param in params if param is not None},
+                    {key: tensor for key, tensor in buffers if tensor is not None},
+                    dict(_numbers(layer)),
+                )
+            )
+
+        method.process_weights_after_loading = process
+        try:
+            yield
+        finally:
+            del method.process_weights_after_loading
+            if own is not None:
+                method.process_weights_after_loading = own
 
     def _record(self, patterns: Patterns) -> None:
         """Load the layer for the first time, and record what its loaders copy."""
@@ -244,8 +271,9 @@ class Trial:
                 strides.append(tuple(row_major(shape)))
             yield from (Place(key, each) for each in dict.fromkeys(strides))
 
-    def _look(self, made: dict[str, torch.Tensor], patterns: Patterns) -> None:
+    def _look(self, found: Made, patterns: Patterns) -> None:
         """Keep the places that show the patterns, and compare everything else."""
+        made = found.params
         if made.keys() != self._live.keys():
             raise NotKept("processing leaves other parameters than are served")
         for key, served in self._live.items():
@@ -259,26 +287,24 @@ class Trial:
             if not shown:
                 raise NotKept(f"its kernel reads {key} in another form")
             self._places[key] = shown
-        shown_in = {place.param for found in self._places.values() for place in found}
+        shown_in = {place.param for each in self._places.values() for place in each}
         rest = {key: made[key] for key in self._live.keys() - shown_in}
-        rest |= {key: b for key, b in self._layer._buffers.items() if b is not None}
-        numbers = dict(_numbers(self._layer))
-        if not self._constant and not self._numbers:
-            self._constant = {key: tensor.clone() for key, tensor in rest.items()}
-            self._numbers = numbers
-        if rest.keys() != self._constant.keys() or numbers != self._numbers:
-            raise NotKept("processing computes numbers from it")
-        for key, tensor in rest.items():
-            if tensor.shape != self._constant[key].shape or not _is_same(
-                tensor, self._constant[key]
-            ):
+        rest |= found.buffers
+        if self._constant is None:
+            rest = {key: tensor.clone() for key, tensor in rest.items()}
+            self._constant = rest, found.numbers
+        first, numbers = self._constant
+        for key in rest.keys() | first.keys():
+            a, b = rest.get(key), first.get(key)
+            if a is None or b is None or not _is_same(a, b):
                 raise NotKept(f"processing computes {key} from it")
+        if found.numbers != numbers:
+            raise NotKept("processing computes numbers from it")
 
     def _shows(
         self, content: torch.Tensor, key: str, place: Place, patterns: Patterns
     ) -> bool:
-        """Whether a processed parameter shows the patterns that `key` was loaded from.
-        """
+        """Whether a processed parameter shows the patterns of `key`."""
         for name, copied in self._copies[key]:
             pattern = patterns[name]
             view = self._view(key, copied.view, place)
@@ -324,9 +350,7 @@ class Trial:
         return found
 
 
-def moved(
-    view: View, shape: torch.Size, strides: tuple[int, ...]
-) -> View | None:
+def moved(view: View, shape: torch.Size, strides: tuple[int, ...]) -> View | None:
     """A view of a row-major tensor, in memory where its dimensions have other strides.
 
     Args:
@@ -371,7 +395,10 @@ def _numbers(layer: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return bool(is_equal(a, b)) if a.numel() else True
+    """Whether two tensors have the same form and the same bits."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    return not a.numel() or bool(is_equal(a, b))
 
 
 def _bits(dtype: torch.dtype) -> int:
