@@ -34,8 +34,10 @@ from tests.e2e.test_deltas import (  # noqa: F401 (tests, run here with these en
 from tests.e2e.test_quantised import WIDE
 from tests.support.engines.mirrored import mirrored
 from tests.support.engines.mixtures import said
+from tests.support.engines.script import run_script
 from tests.support.engines.unpacked import unpacked
 from tests.support.models.quantised import FILE
+from vllm.inflight.cli.main import main
 from vllm.inflight.trainer import Publisher
 
 pytestmark = pytest.mark.engine
@@ -164,6 +166,45 @@ def test_a_scrub_after_a_delta_names_the_tensor_with_a_changed_byte(
             assert llm.verify_weights()["different"] == [name]
             params[name].data.view(torch.uint8)[2, 3] ^= 1
             to.rollback()
+
+
+def test_a_delta_between_two_checkpoints_on_disk_leads_from_one_to_the_other(
+    llm: Any,
+    old: Path,
+    weights: dict[str, torch.Tensor],  # noqa: F811 (the fixture)
+    tmp_path: Path,
+) -> None:
+    step(weights, 1)
+    new = tmp_path / "new"
+    shutil.copytree(old, new)
+    save_file(weights, new / FILE, metadata={"format": "pt"})
+    file, made = str(tmp_path / "step.delta"), str(tmp_path / "made")
+    assert main(["delta", str(old), str(new), "-o", file]) == 0
+    assert Path(file).stat().st_size < (new / FILE).stat().st_size / 4
+    assert main(["apply", str(old), file, "-o", made]) == 0
+    seen = []
+    for folder in (made, str(new)):
+        llm.update_weights_from_disk(folder)
+        seen.append((llm.weight_info()["digest"], said(llm)))
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "parallel", "staging"),
+    [(FP8, "tensor", "delta"), (FP8, "pipeline", "delta"), ("int8", "tensor", "auto")],
+)
+def test_two_ranks_serve_what_deltas_of_quantised_weights_lead_to(
+    checkpoint: Callable[..., Path], kind: str, parallel: str, staging: str
+) -> None:
+    bind = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    folder = checkpoint(0, kind, **SHAPE)
+    seen = run_script("delta_ranks", folder, parallel, staging, env=bind)
+    wholes = seen["wholes"]
+    assert seen["deltas"] == [[True, *whole] for whole in wholes[:-1]]
+    assert seen["rolled back"] == wholes[-3]
+    assert seen["after that"] == [True, *wholes[-1]]
+    assert seen["scrubbed"] == "equal"
 
 
 def without_shapes(found: tuple[Any, dict[str, str]]) -> tuple[Any, dict[str, str]]:
