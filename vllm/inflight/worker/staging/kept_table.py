@@ -9,8 +9,9 @@ The kernel is not asked. When the engine starts, each quantised layer is loaded 
 patterns and processed, as at any update, in memory of its own. No two elements of the
 layer's tensors have the same pattern. A layer is kept only if all of its parameters
 show these patterns where the table says, or show the same content whatever was loaded.
-Further patterns have all finite values of bytes, and scales of many sizes: processing
-may leave some values alone and change others.
+Processing may leave some values alone and change others. So further patterns have all
+finite values of bytes, scales of zero, and scales next to the smallest and the largest
+number of their dtype. Whoever computes with these gets other bits.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from vllm.inflight.ops.reference import row_major
 from vllm.inflight.worker.model import layerwise_reload, quantized
 from vllm.inflight.worker.model.layers import layers
 from vllm.inflight.worker.replay_check import (
-    INTEGERS,
     PIECE,
     as_integers,
     is_equal,
@@ -38,11 +38,11 @@ from vllm.inflight.worker.shadow.parameters import make_empty
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.staging.coverage import Coverage, Fill
 
-NUM_RANDOM = 2
-"""Patterns of random values, after those that number the elements."""
+USUAL = -12, 5
+"""Usual scales are between these powers of two."""
 
-EXPONENTS = -12, 5
-"""Random scales are between these powers of two."""
+ZERO_SHARE = 1 / 16
+"""The share of zeros among random scales."""
 
 logger = upstream.init_logger(__name__)
 
@@ -177,9 +177,10 @@ class Trial:
                 patterns[name] = _numbered(form, first, bits * digit, bits, device)
                 first += form.shape.numel()
             yield patterns
-        for seed in range(NUM_RANDOM):
+        for seed, size in enumerate(("usual", "small", "large")):
             generator = torch.Generator(device).manual_seed(seed)
-            yield {n: _random(form, generator) for n, form in self._forms.items()}
+            forms = self._forms.items()
+            yield {name: _random(form, size, generator) for name, form in forms}
 
     def _loaded(self, patterns: Patterns, *, is_first: bool) -> Made:
         """What processing makes of the layer when it is loaded from patterns."""
@@ -433,25 +434,41 @@ def _numbered(
     return pattern
 
 
-def _random(form: Form, generator: torch.Generator) -> torch.Tensor:
-    """A tensor of random finite values: all those of a byte, and scales above zero."""
+def _random(form: Form, size: str, generator: torch.Generator) -> torch.Tensor:
+    """A tensor of random finite values: all those of a byte, and scales of a size."""
     device = generator.device
     pattern = torch.empty(form.shape, dtype=form.dtype, device=device)
     flat = pattern.view(-1)
     is_wide = form.dtype.is_floating_point and form.dtype.itemsize > 1
+    bits = 1 if form.dtype is torch.bool else min(8 * form.dtype.itemsize, 32)
+    lowest, highest = _powers(form.dtype, size) if is_wide else (0, 1 << bits)
     for start in range(0, len(flat), PIECE):
         piece = flat[start : start + PIECE]
+        drawn = torch.randint(
+            lowest, highest, (len(piece),), generator=generator, device=device
+        )
         if is_wide:
-            drawn = torch.rand(len(piece), generator=generator, device=device)
-            powers = torch.randint(
-                *EXPONENTS, (len(piece),), generator=generator, device=device
+            share = torch.rand(
+                len(piece), generator=generator, device=device, dtype=torch.float64
             )
-            piece.copy_(torch.ldexp(drawn + 1, powers))
+            scales = torch.ldexp(1 + share, drawn)
+            piece.copy_(torch.where(share < ZERO_SHARE, 0, scales))
             continue
-        high = 2 if form.dtype is torch.bool else 1 << min(8 * form.dtype.itemsize, 31)
-        drawn = torch.randint(high, (len(piece),), generator=generator, device=device)
-        integer = piece.view(INTEGERS[form.dtype.itemsize])
+        integer = as_integers(piece)
         integer.copy_(drawn)
         if form.dtype.is_floating_point:
             integer[~piece.to(torch.float32).isfinite()] = 1
     return pattern
+
+
+def _powers(dtype: torch.dtype, size: str) -> tuple[int, int]:
+    """The powers of two between which scales of a size are."""
+    lowest, highest = (
+        math.frexp(number)[1] - 1
+        for number in (torch.finfo(dtype).tiny, torch.finfo(dtype).max)
+    )
+    return {
+        "usual": USUAL,
+        "small": (lowest, lowest + 8),
+        "large": (highest - 8, highest),
+    }[size]
