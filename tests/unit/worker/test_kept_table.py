@@ -279,6 +279,19 @@ def test_a_layer_whose_processing_does_more_is_left_out_with_the_reason(
     assert not upstream.get_layerwise_info(shadow.module.fused).can_load()
 
 
+def test_an_engine_without_memory_for_patterns_starts_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    shadow = engine(as_it_is)
+    monkeypatch.setattr(shadow, "load", full)
+    fill_kept(shadow)
+    assert "was not tried: no memory" in shadow.unkept["fused"]
+    assert not upstream.get_layerwise_info(shadow.module.fused).can_load()
+
+
 def test_a_layer_that_the_start_checkpoint_does_not_fill_is_left_out() -> None:
     shadow = engine(as_it_is)
     known = shadow.start_checkpoint.known

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm.inflight import upstream
-from vllm.inflight.errors import InflightError
 from vllm.inflight.ops.reference import row_major
 from vllm.inflight.worker.model import layerwise_reload, quantized
 from vllm.inflight.worker.model.layers import layers
@@ -92,6 +91,10 @@ def fill_kept(shadow: ShadowModel) -> None:
                 entries = trial.run()
             except NotKept as reason:
                 shadow.unkept[path] = str(reason)
+                continue
+            except RuntimeError as error:  # memory is missing, for example
+                logger.warning("layer %s was not tried: %s", path, error)
+                shadow.unkept[path] = f"it was not tried: {error}"
                 continue
             for name, entry in entries.items():
                 shadow.kept.keep(name, entry)
@@ -192,7 +195,7 @@ class Trial:
                     self._record(patterns)
                 else:
                     self._shadow.load(patterns.items())
-        except (InflightError, NotKept, torch.OutOfMemoryError):
+        except (NotKept, torch.OutOfMemoryError):
             raise
         except Exception as error:  # loaders and kernels raise many kinds of errors
             logger.debug("layer %s took no pattern", self._path, exc_info=True)
