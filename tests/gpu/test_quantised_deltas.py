@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from vllm.config.weight_transfer import WeightTransferConfig
 
 from tests.e2e.test_quantised_deltas import (  # noqa: F401 (tests, run here on a GPU)
+    fresh,
     sent,
     test_a_chain_of_deltas_equals_whole_versions,
     test_a_delta_between_two_checkpoints_on_disk_leads_from_one_to_the_other,
@@ -41,6 +42,7 @@ pytestmark = [
 ]
 
 SHAPE = {"hidden": 1024, "layers": 2}
+GRAPHS = {"enforce_eager": False}
 STAGINGS = {
     "device": {"staging": "device"},
     "delta": {"staging": "delta", "delta_gib": 1},
@@ -77,12 +79,17 @@ def new(checkpoint: Callable[..., Path], case: Case) -> Path:
     return checkpoint(1, case.kind, **SHAPE)
 
 
+@pytest.fixture(scope="module")
+def options() -> dict[str, Any]:
+    return GRAPHS
+
+
 def engine(start: Callable[..., Any], folder: Path, staging: str) -> Any:
     made = start(
         folder,
         weight_transfer_config=WeightTransferConfig(backend="local"),
         additional_config={"inflight": STAGINGS[staging]},
-        enforce_eager=False,
+        **GRAPHS,
     )
     worker = made.llm_engine.model_executor.driver_worker.worker
     shadow = worker.vllm_inflight.stager.shadow
@@ -91,7 +98,12 @@ def engine(start: Callable[..., Any], folder: Path, staging: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def llm(start: Callable[..., Any], old: Path, case: Case) -> Any:
+def llm(
+    start: Callable[..., Any],
+    old: Path,
+    case: Case,
+    fresh: list[Any],  # noqa: F811 (the fixture)
+) -> Any:
     return engine(start, old, case.staging)
 
 

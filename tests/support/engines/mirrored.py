@@ -27,6 +27,8 @@ from vllm.inflight.worker.staging.worker import StagingWorker
 @contextmanager
 def mirrored() -> Iterator[None]:
     """Context: engines that start are such engines, until they end."""
+    for name in ("initialize_layerwise_reload", "finalize_layerwise_reload"):
+        vars(upstream).pop(name, None)  # a test may have found them unpatched
     with unpacked(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShadowModel, "_build", _build(ShadowModel._build))
         patch.setattr(StagingWorker, "make_flip", lambda self: ContentFlip(self))
