@@ -480,11 +480,7 @@ class StagingThread(Background):
             self._status,
             carried=carried,
             drift=self._stager.staged(
-                whole,
-                self._log_number,
-                marks=intake.marks,
-                written=intake.written,
-                fills=self._fills,
+                whole, self._log_number, marks=intake.marks, fills=self._fills
             ),
             sent=digest,
             shares=intake.shares,

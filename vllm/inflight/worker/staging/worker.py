@@ -11,7 +11,7 @@ import functools
 import gc
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
@@ -387,7 +387,6 @@ class StagingWorker:
         log_number: int | None = None,
         *,
         marks: Digests | None = None,
-        written: Collection[str] = (),
         fills: bool = False,
     ) -> dict[str, object] | None:
         """The shadow weights are whole: a flip may exchange them with the live ones.
@@ -398,7 +397,6 @@ class StagingWorker:
                 to compare with the live weights.
             marks: with delta staging, digests of the parameters of quantised layers
                 that were processed for it.
-            written: the parameters that a delta has written.
             fills: whether lost weights were filled in place.
 
         Returns:
@@ -424,7 +422,7 @@ class StagingWorker:
             if log is None:
                 marks = marks_of(layout, module, copied)
             else:  # every other parameter is a copy
-                marks = self._unsent_marks(written) | (marks or {})
+                marks = self._unsent_marks() | (marks or {})
             layout.slices(copied)  # decoding would wait for it later
             if fills:
                 self._require_filled(layout, facts, marks)
@@ -441,20 +439,11 @@ class StagingWorker:
         self._settle_garbage()
         return None if moved is None else moved.result()
 
-    def _unsent_marks(self, written: Collection[str]) -> Digests:
-        """With delta staging, digests of the quantised layers that are served.
-
-        Args:
-            written: parameters that have another digest in the next version.
-
-        """
+    def _unsent_marks(self) -> Digests:
+        """With delta staging, digests of the quantised layers that are served."""
         paths = {name.rpartition(".")[0] for name in self.shadow.quantised}
         marks = self.versions.served.marks or {}
-        return {
-            name: mark
-            for name, mark in marks.items()
-            if name.rpartition(".")[0] in paths and name not in written
-        }
+        return {n: mark for n, mark in marks.items() if n.rpartition(".")[0] in paths}
 
     def _require_filled(
         self, layout: Layout, facts: Mapping[str, Facts], marks: Digests
