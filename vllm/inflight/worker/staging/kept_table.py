@@ -83,10 +83,10 @@ def fill_kept(shadow: ShadowModel) -> None:
     is_by_element = shadow.log is not None or shadow.plan.is_replayed
     if shadow.module is None or not shadow.quantised or not is_by_element:
         return
-    named = dict(layers(shadow.module))
+    live, second = dict(layers(shadow.live)), dict(layers(shadow.module))
     with torch.no_grad(), shadow.device:
         for path, forms in _by_layer(shadow).items():
-            trial = Trial(shadow, path, named[path], forms)
+            trial = Trial(shadow, path, live[path], second[path], forms)
             try:
                 entries = trial.run()
             except NotKept as reason:
@@ -131,7 +131,8 @@ class Trial:
     Args:
         shadow: the shadow model.
         path: name of the layer.
-        layer: of the shadow model.
+        served: the layer of the live model.
+        layer: that of the shadow model.
         forms: of the tensors of a checkpoint that fill the layer.
 
     """
@@ -140,6 +141,7 @@ class Trial:
         self,
         shadow: ShadowModel,
         path: str,
+        served: torch.nn.Module,
         layer: torch.nn.Module,
         forms: Mapping[str, Form],
     ) -> None:
@@ -147,9 +149,9 @@ class Trial:
         self._path = path
         self._layer = layer
         self._forms = forms
-        self._served = dict(layers(shadow.live))[path]
-        served = self._served._parameters.items()
-        self._live = {key: param for key, param in served if param is not None}
+        self._served = served
+        own = served._parameters.items()
+        self._live = {key: param for key, param in own if param is not None}
         self._copies: dict[str, list[tuple[str, Copied]]] = {}
         """Parameter in load format → each copy into it, and its tensor."""
         self._places: dict[str, list[Place]] = {}
