@@ -1,7 +1,6 @@
 """Deltas of quantised checkpoints on a GPU, under CUDA graphs, in either staging.
 
-The tests of tests/e2e/test_quantised_deltas.py, with the kernels of a GPU. Each case
-prints for which tensors a delta writes single elements, and why for no others.
+The tests of tests/e2e/test_quantised_deltas.py, with the kernels of a GPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,10 +26,7 @@ from tests.e2e.test_quantised_deltas import (  # noqa: F401 (tests, run here on 
     test_after_another_trainers_version_the_whole_one_is_sent,
     test_after_each_of_many_deltas_and_rollbacks_it_serves_what_a_fresh_engine_does,
     weights,
-    without_shapes,
 )
-from tests.support.deltas import stepped
-from tests.support.engines.mixtures import said
 from tests.support.gpu.admission import Admitted
 from tests.support.models.quantised import FILE
 from vllm.inflight.trainer import Publisher
@@ -49,8 +45,6 @@ STAGINGS = {
 }
 KEPT = ("fp8-channel", "fp8-block", "int8")
 """Checkpoints whose bytes the kernels of a GPU read as they are."""
-UNKEPT = ("fp8-tensor", "int4", "int4-wide")
-"""Checkpoints of which some kernels make other bytes."""
 
 
 class Case(NamedTuple):
@@ -84,19 +78,6 @@ def options() -> dict[str, Any]:
     return GRAPHS
 
 
-def engine(start: Callable[..., Any], folder: Path, staging: str) -> Any:
-    made = start(
-        folder,
-        weight_transfer_config=WeightTransferConfig(backend="local"),
-        additional_config={"inflight": STAGINGS[staging]},
-        **GRAPHS,
-    )
-    worker = made.llm_engine.model_executor.driver_worker.worker
-    shadow = worker.vllm_inflight.stager.shadow
-    print(len(shadow.kept), "tensors are kept;", shadow.unkept)
-    return made
-
-
 @pytest.fixture(scope="module")
 def llm(
     start: Callable[..., Any],
@@ -104,7 +85,12 @@ def llm(
     case: Case,
     fresh: list[Any],  # noqa: F811 (the fixture)
 ) -> Any:
-    return engine(start, old, case.staging)
+    return start(
+        old,
+        weight_transfer_config=WeightTransferConfig(backend="local"),
+        additional_config={"inflight": STAGINGS[case.staging]},
+        **GRAPHS,
+    )
 
 
 def test_every_tensor_of_a_quantised_layer_has_its_place(llm: Any, old: Path) -> None:
@@ -140,31 +126,3 @@ def test_a_scrub_after_a_delta_names_the_tensor_with_a_changed_byte(
                 bits ^= 1
                 torch.cuda.synchronize()
             to.rollback()
-
-
-@pytest.mark.parametrize("staging", STAGINGS)
-@pytest.mark.parametrize("kind", UNKEPT)
-def test_what_a_kernel_reads_in_another_form_is_followed_by_the_whole(
-    start: Callable[..., Any],
-    checkpoint: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    kind: str,
-    staging: str,
-) -> None:
-    monkeypatch.setitem(quantized.PROVED, "cuda", Admitted())
-    folder = checkpoint(0, kind, **SHAPE)
-    tensors = load_file(folder / FILE)
-    llm = engine(start, folder, staging)
-    with Publisher(llm, tensors, delta="always") as to:
-        to.publish("whole")
-        changed = stepped(tensors, 1)
-        for name, tensor in tensors.items():
-            if "qkv" in name or "q_proj" in name:
-                tensor.copy_(changed[name])
-        assert not to.publish("a fused layer").is_delta
-    assert "of its quantised layer" in caplog.text
-    found = llm.weight_info()["digest"], without_shapes(said(llm))
-    llm.rollback_weights()
-    llm.rollback_weights()
-    assert found == (llm.weight_info()["digest"], without_shapes(said(llm)))
