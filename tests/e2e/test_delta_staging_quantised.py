@@ -220,23 +220,6 @@ def test_a_subset_of_whole_layers_leaves_the_rest_as_it_is_served(
     assert said(on_old) == before
 
 
-def test_a_delta_is_unsupported_and_the_publisher_sends_the_whole_version(
-    on_old: Any, fp8: tuple[Path, Path], fresh: list[Any]
-) -> None:
-    weights = load_file(fp8[0] / FILE)
-    with Publisher(on_old, weights, delta="always") as to:
-        to.publish("old")
-        weights["model.norm.weight"][0] += 1
-        assert to.publish("a norm").is_delta
-        weights[WEIGHT].view(torch.uint8)[0, 0] ^= 1
-        assert not to.publish("a quantised weight").is_delta
-        assert shadow_of(on_old).log.num_elements == 1
-        to.rollback()
-        to.rollback()
-    assert said(on_old) != fresh[0]
-    assert on_old.verify_weights()["result"] == "equal"
-
-
 def test_weights_that_are_lost_are_filled_in_place(
     on_old: Any, fp8: tuple[Path, Path], fresh: list[Any], tmp_path: Path
 ) -> None:
@@ -311,6 +294,35 @@ def test_a_transport_of_somebody_else_updates_them(
     assert said(llm) == fresh[1]
     llm.rollback_weights()
     assert said(llm) == fresh[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [(None, ONLINE), pytest.param("int4", {}, marks=WIDE)]
+)
+def test_a_delta_of_a_layer_that_is_served_in_another_form_is_followed_by_the_whole(
+    start: Callable[..., Any],
+    checkpoint: Callable[..., Path],
+    caplog: pytest.LogCaptureFixture,
+    kind: str | None,
+    options: dict[str, Any],
+) -> None:
+    folder = checkpoint(0, kind)
+    llm = delta_engine(start, folder, **options)
+    weights = load_file(folder / FILE)
+    name = WEIGHT if kind is None else f"{WEIGHT}_packed"
+    bits = weights[name].view(torch.uint8)
+    with Publisher(llm, weights, delta="always") as to:
+        to.publish("old")
+        weights["model.norm.weight"][0] += 1
+        assert to.publish("a norm").is_delta
+        bits[0, 0] ^= 0x40
+        assert not to.publish("a quantised weight").is_delta
+        assert "of its quantised layer: its kernel reads weight" in caplog.text
+        served = said(llm)
+        to.rollback()
+        to.rollback()
+        assert said(llm) == served
+    assert llm.verify_weights()["result"] == "equal"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from vllm.config.weight_transfer import WeightTransferConfig
 
+from tests.support.deltas import stepped
 from tests.support.engines.probe import (
     commits_and_rollbacks,
     flips_under_load,
@@ -20,6 +22,7 @@ from tests.support.engines.probe import (
 from tests.support.gpu.admission import Admitted
 from tests.support.models.quantised import FILE, quantise
 from vllm.inflight.errors import WeightsMismatch
+from vllm.inflight.trainer import Publisher
 from vllm.inflight.worker.model import quantized
 
 pytestmark = [
@@ -117,3 +120,36 @@ def test_quantised_weights_flip_under_load_and_a_missing_scale_is_rejected(
     assert greedy(llm) == before
     llm.update_weights_from_disk(str(new), "new")
     assert greedy(llm) == fresh
+
+
+@pytest.mark.parametrize("staging", ["device", "delta"])
+@pytest.mark.parametrize("kind", ["fp8-tensor", "int4", "int4-wide"])
+def test_a_delta_of_what_a_kernel_reads_in_another_form_is_followed_by_the_whole(
+    start: Callable[..., Any],
+    folder: Callable[[int, str | None], Path],
+    admitted: Admitted,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+    staging: str,
+) -> None:
+    old = folder(0, kind)
+    llm = start(
+        old,
+        enforce_eager=False,
+        weight_transfer_config=WeightTransferConfig(backend="local"),
+        additional_config={"inflight": {"staging": staging, "delta_gib": 1}},
+    )
+    weights = load_file(old / FILE)
+    changed = stepped(weights, 1)
+    with Publisher(llm, weights, delta="always") as to:
+        to.publish("whole")
+        before = greedy(llm)
+        for name in weights:
+            if "q_proj" in name:  # of a fused layer
+                weights[name].copy_(changed[name])
+        assert not to.publish("a fused layer").is_delta
+    assert "of its quantised layer" in caplog.text
+    after = greedy(llm)
+    for expected in (before, after):
+        llm.rollback_weights()
+        assert greedy(llm) == expected

@@ -133,13 +133,30 @@ def stepped(
     weights: Mapping[str, torch.Tensor], seed: int, share: float = 0.02
 ) -> dict[str, torch.Tensor]:
     """The weights after a step: a share of all elements moves by a few units in the
-    last place."""
+    last place. Shapes that a checkpoint has as a tensor stay."""
     random = torch.Generator().manual_seed(seed)
     new = {name: tensor.clone() for name, tensor in weights.items()}
     for tensor in new.values():
         flat = tensor.view(-1)
         chosen = torch.rand(flat.shape, generator=random) < share
-        chosen &= flat.abs() > 1e-9  # as a neighbour of zero is no number of a model
         by = torch.randint(-40, 41, flat.shape, generator=random, dtype=torch.int16)
-        flat.view(torch.int16)[chosen] += by[chosen]
+        if tensor.dtype.is_floating_point and tensor.element_size() > 1:
+            chosen &= flat.abs() > 1e-9  # a neighbour of zero is no number of a model
+            bits = integers(flat)
+            bits[chosen] += by[chosen].to(bits.dtype)
+        elif tensor.element_size() == 1:
+            _step_bytes(flat, chosen, by)
+        elif tensor.dtype is torch.int32:  # int4 numbers, eight in each element
+            flat[chosen] ^= 1 << (by[chosen].abs().to(torch.int32) % 31)
     return new
+
+
+def _step_bytes(flat: torch.Tensor, chosen: torch.Tensor, by: torch.Tensor) -> None:
+    """Move bytes by up to three units; floats keep their sign, and stay finite."""
+    bits = flat.view(torch.uint8)
+    if flat.dtype.is_floating_point:
+        sizes = (bits & 0x7F).to(torch.int16) + by % 4
+        moved = (bits & 0x80) | sizes.clamp(1, 0x7E).to(torch.uint8)
+    else:
+        moved = (flat.to(torch.int16) + by % 4).clamp(-127, 127).to(torch.int8)
+    bits[chosen] = moved.view(torch.uint8)[chosen]

@@ -165,6 +165,8 @@ def shadow_of(live: torch.nn.Module, second: torch.nn.Module) -> Any:
         stale=set(),
         changed=[],
         quantised=set(),
+        kept=Plan(is_replayed=False),
+        unkept={},
         tables={},
         views={},
     )

@@ -139,12 +139,14 @@ def _load_with_shadow(original: Callable[..., Any]) -> Callable[..., Any]:
         from vllm.inflight.worker.model import layerwise_reload
         from vllm.inflight.worker.shadow.shadow_model import shadow_of
         from vllm.inflight.worker.staging.destination_table import fill_table
+        from vllm.inflight.worker.staging.kept_table import fill_kept
         from vllm.inflight.worker.staging.worker import StagingWorker
 
         with upstream.set_current_vllm_config(self.vllm_config):
             shadow = shadow_of(self, self.model_runner.get_model())
             if shadow.log is not None and (reason := fill_table(shadow)) is not None:
                 shadow.give_up(reason)
+            fill_kept(shadow)
         staging = InflightConfig.of(self.vllm_config).staging
         if shadow.reason is not None and staging != "auto":
             raise ConfigError(

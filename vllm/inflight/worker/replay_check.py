@@ -201,7 +201,7 @@ def _patterns(
         bits, size = _bits(entry), entry.shape.numel()
         pattern = torch.empty(entry.shape, dtype=entry.dtype, device=device)
         is_exact = all(copied.is_exact for copied in entry.copies)
-        flat = (_as_integers(pattern) if is_exact else pattern).view(-1)
+        flat = (as_integers(pattern) if is_exact else pattern).view(-1)
         for start in range(0, size, PIECE):
             end = min(start + PIECE, size)
             numbers = torch.arange(first + start, first + end, device=device)
@@ -241,37 +241,37 @@ def _is_there(entry: Entry, pattern: torch.Tensor) -> torch.Tensor:
     for copied in entry.copies:
         offset, shape, stride = copied.part
         expected = pattern.as_strided(shape, stride, offset)
-        found.append(_is_equal(copied.target, expected.to(copied.target.dtype)))
+        found.append(is_equal(copied.target, expected.to(copied.target.dtype)))
     if entry.home is not None:
-        found.append(_is_equal(entry.home.tensor, pattern))
+        found.append(is_equal(entry.home.tensor, pattern))
     for zeroed in entry.zeros:
-        found.append(_is_equal(zeroed.target, _constant(zeroed.target, 0)))
+        found.append(is_equal(zeroed.target, _constant(zeroed.target, 0)))
     for target in (*(c.target for c in entry.copies), *(z.target for z in entry.zeros)):
         target.fill_(NEITHER)
     return torch.stack(found).all()
 
 
 def _is_untouched(param: torch.Tensor) -> torch.Tensor:
-    return _is_equal(param, _constant(param, NEITHER))
+    return is_equal(param, _constant(param, NEITHER))
 
 
 def _constant(like: torch.Tensor, value: int) -> torch.Tensor:
     return torch.full((), value, dtype=like.dtype, device=like.device).expand_as(like)
 
 
-def _is_equal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def is_equal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Whether all bits of two tensors of one shape are equal, in little memory."""
     if a.numel() <= PIECE:
-        return (_as_integers(a) == _as_integers(b)).all()
+        return (as_integers(a) == as_integers(b)).all()
     dim = max(range(a.dim()), key=lambda d: a.shape[d])
     half = a.shape[dim] // 2
     parts = [
-        _is_equal(a.narrow(dim, at, size), b.narrow(dim, at, size))
+        is_equal(a.narrow(dim, at, size), b.narrow(dim, at, size))
         for at, size in ((0, half), (half, a.shape[dim] - half))
     ]
     return torch.stack(parts).all()
 
 
-def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
     """The bits of each element as integers, since not every dtype can be compared."""
     return tensor.view(INTEGERS[tensor.dtype.itemsize])

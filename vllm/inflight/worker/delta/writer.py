@@ -293,7 +293,7 @@ class DeltaWriter:
     ) -> Destinations:
         facts = self._served.facts.get(spec.name)
         plan, is_shared = self._shadow.plan, self._shadow.is_whole_over_ranks
-        entry = plan.known(spec.name)
+        entry = plan.known(spec.name) or self._shadow.kept.known(spec.name)
         found = known.find(spec.name, entry)
         is_idle = found is None and self._shadow.ignored.is_spare(spec.name)
         if is_idle or (is_shared and entry is None and plan.passes_over(spec.name)):
@@ -307,7 +307,8 @@ class DeltaWriter:
                 raise self._of_another_dtype(spec, entry)
             raise DeltaUnsupported(
                 f"{spec.name!r} is not served here as a copy of the checkpoint's "
-                "tensor, so a delta cannot change it element by element",
+                "tensor, so a delta cannot change it element by element"
+                f"{self._why(spec.name)}",
                 tensors=[spec.name],
             )
         shape, dtype = found.form
@@ -317,6 +318,13 @@ class DeltaWriter:
                 f"{spec.dtype}, and {list(shape)} {dtype} of it is served"
             )
         return found
+
+    def _why(self, name: str) -> str:
+        """Why a tensor of a quantised layer is not served as a copy."""
+        shadow = self._shadow
+        paths = {param.rpartition(".")[0] for param in shadow.places.params_of(name)}
+        found = [shadow.unkept[path] for path in sorted(paths & shadow.unkept.keys())]
+        return f" (of its quantised layer: {found[0]})" if found else ""
 
     def _of_another_dtype(self, spec: TensorSpec, entry: Entry) -> DeltaUnsupported:
         """The error for a tensor that the loader converts."""

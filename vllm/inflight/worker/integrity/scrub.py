@@ -30,7 +30,7 @@ from vllm.inflight.ops.reference import page_key, row_major
 from vllm.inflight.worker.model import moe
 from vllm.inflight.worker.model.hidden_weights import PACKED
 from vllm.inflight.worker.model.layers import parameters
-from vllm.inflight.worker.replay_plan import View, are_apart, span
+from vllm.inflight.worker.replay_plan import Entry, View, are_apart, span
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.verify.content import Facts
 from vllm.inflight.worker.verify.readback import content
@@ -179,7 +179,8 @@ class Layout:
         self, name: str, layer: torch.nn.Module, key: str, param: torch.Tensor
     ) -> ScrubbedParameter:
         place = ScrubbedParameter(name, layer, key, self._row())
-        shape = self._shadow.required.get(name)
+        is_kept = bool(self._shadow.kept.names_of(name))
+        shape = param.shape if is_kept else self._shadow.required.get(name)
         if shape is None or moe.is_packed(layer):
             return place  # it is derived, or was processed after loading
         parts, zeros = self._filled(name, param.dtype)
@@ -196,9 +197,9 @@ class Layout:
     ) -> tuple[list[tuple[str, View, View]], list[View]]:
         """The parts of a parameter, and its zeros, as far as copies kept every bit."""
         parts, zeros = [], []
-        plan = self._shadow.plan
-        for name in plan.names_of(param):
-            entry = plan.known(name)
+        plan, kept = self._shadow.plan, self._shadow.kept
+        for name in (*plan.names_of(param), *kept.names_of(param)):
+            entry = entry_of(self._shadow, name)
             if entry is None or (plan.is_replayed and not entry.is_proved):
                 continue
             for copied in entry.copies:
@@ -214,9 +215,14 @@ class Layout:
 
 
 def _form(shadow: ShadowModel, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-    entry = shadow.plan.known(name)
+    entry = entry_of(shadow, name)
     assert entry is not None
     return entry.dtype, tuple(entry.shape)
+
+
+def entry_of(shadow: ShadowModel, name: str) -> Entry | None:
+    """Where a checkpoint tensor is served; None if that is not known."""
+    return shadow.plan.known(name) or shadow.kept.known(name)
 
 
 def is_lossless(kept: torch.dtype, wider: torch.dtype) -> bool:

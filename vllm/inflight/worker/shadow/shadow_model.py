@@ -114,6 +114,11 @@ class ShadowModel:
         self._config = InflightConfig.of(vllm_config)
         self.plan = Plan(is_replayed=device.type != "cpu")
         """The record of what loaders do; replayed where parameters stay in place."""
+        self.kept = Plan(is_replayed=False)
+        """Where quantised layers serve their tensors as the checkpoint has them; see
+        kept_table.py."""
+        self.unkept: dict[str, str] = {}
+        """Quantised layer → why its tensors are not in `kept`."""
         self.log: ChangeLog | None = None
         """What an update changes, with delta staging; there are no shadow parameters
         then."""

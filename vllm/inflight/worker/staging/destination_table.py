@@ -6,8 +6,9 @@ starts, with tensors of the start checkpoint's names, shapes and dtypes, and wit
 content. The parameters have no memory. What a loader would write is recorded, and
 proved with index patterns (replay_check.py).
 
-Quantised layers are left out: upstream processes them at every update, and what it has
-made of them is compared as a whole.
+Quantised layers are left out: upstream processes them at every whole update, and what
+it has made of them is compared as a whole. Where a delta may change them, kept_table.py
+finds out.
 """
 
 from __future__ import annotations

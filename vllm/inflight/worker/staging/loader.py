@@ -177,6 +177,12 @@ class UpdateLoader:
         return self._manifest.base is not None
 
     @property
+    def writes_elements(self) -> bool:
+        """Whether single elements are written, and nothing is loaded."""
+        has_places = self._shadow.plan.is_replayed or self._shadow.log is not None
+        return self.is_delta and has_places
+
+    @property
     def is_drafters(self) -> bool:
         """Whether the update is for the drafter alone."""
         return self._manifest.draft
@@ -189,8 +195,7 @@ class UpdateLoader:
         called again for the following ones, so that the error can name all of them; see
         `require_taken`.
         """
-        has_places = self._shadow.plan.is_replayed or self._shadow.log is not None
-        if self.is_delta and has_places:
+        if self.writes_elements:
             return self._write(weights)
         if self.is_delta:
             weights = self._changed(weights)

@@ -301,6 +301,8 @@ class StagingThread(Background):
         self._shadow.prove(self._between_proofs)  # it writes, so it comes no sooner
         self._transport_open = True
         self._transport.start_weight_update()
+        if self._intake.writes_elements:
+            self._shadow.reset()  # no layer is loaded, and none is processed
         is_ours = isinstance(self._transport, StagedEngine)
         load = self._door or self._intake.load_weights
         self._intake.coverage.watch(load, at_once=not is_ours)
