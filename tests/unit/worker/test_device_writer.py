@@ -10,7 +10,7 @@ import torch
 from tests.support.deltas import random_bits, scattered, with_changes
 from tests.support.shadow_on_host import shows, version
 from tests.support.triton_compiler import compile_for_gpu, succeeds
-from tests.unit.worker.test_delta_writer import delta, started, stepped
+from tests.unit.worker.test_delta_writer import delta, samples_of, started, stepped
 from vllm.inflight import ops
 from vllm.inflight.delta import Encoder, decode
 from vllm.inflight.errors import Malformed
@@ -23,6 +23,7 @@ from vllm.inflight.worker.shadow.change_log import ChangeLog
 from vllm.inflight.worker.shadow.changed_elements import elements
 from vllm.inflight.worker.shadow.swap import swap_reference
 from vllm.inflight.worker.staging import loader
+from vllm.inflight.worker.verify.drift import drift
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -214,6 +215,8 @@ def staged() -> None:
             assert shows(sets.second, new)
             sets.stager.flip()
             assert shows(sets.live, new)
+            samples = sets.stager.served.samples
+            assert drift(samples_of(new), samples)["overall"] == 0
             old = new
 
 
@@ -223,8 +226,9 @@ def warmed() -> None:
     from vllm.inflight.worker.delta import triton_kernels as kernels
 
     ran = []
-    names = ["decode_gaps", "decode_others", "write", "copy"]
-    for module, name in zip((codec, codec, kernels, kernels), names, strict=True):
+    names = ["decode_gaps", "decode_others", "write", "sample", "copy"]
+    rooms = codec, codec, kernels, kernels, kernels
+    for module, name in zip(rooms, names, strict=True):
         real = getattr(module, name)
 
         def run(*args, real=real, name=name, **options):

@@ -12,10 +12,13 @@ from vllm.inflight import ops
 from vllm.inflight.delta import Encoder, Part, decode
 from vllm.inflight.delta.decode import DecodedPart, before
 from vllm.inflight.delta.device_decode import Table, launch_table
+from vllm.inflight.update import TensorSpec
+from vllm.inflight.worker.delta.changed_samples import ChangedSamples
 from vllm.inflight.worker.delta.destinations import Destinations, follow
 from vllm.inflight.worker.replay_plan import Copied, Entry
 from vllm.inflight.worker.shadow.change_log import ChangeLog
 from vllm.inflight.worker.shadow.changed_elements import ChangedElements, Stretch
+from vllm.inflight.worker.verify.drift import Sampler
 
 Params = Mapping[str, torch.Tensor]
 
@@ -200,7 +203,12 @@ def warm(
         places = [own_place(*each) for each in enumerate(olds)]
         writer = DeviceWriter(device, live, shadow if log is None else log, places)
         logs: list[ChangedElements] = []
-        writer.write(decode(part), logs.append)
+        changes = decode(part)
+        writer.write(changes, logs.append)
+        sampler = Sampler(device=device)
+        sampler.add([(str(number), old.to(device)) for number, old in enumerate(olds)])
+        specs = [TensorSpec(str(n), tuple(old.shape), "") for n, old in enumerate(olds)]
+        ChangedSamples(sampler.samples(), specs).write(changes)
         for each in logs:
             copy_elements(each, live, shadow)
         writer.results()

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from math import prod
 
 import numpy as np
 import torch
@@ -31,6 +30,7 @@ from vllm.inflight.delta.part import bring_tables
 from vllm.inflight.delta.parts import ArrivingParts, Pair
 from vllm.inflight.errors import Cause, DeltaUnsupported, Malformed
 from vllm.inflight.update import TensorSpec
+from vllm.inflight.worker.delta.changed_samples import ChangedSamples
 from vllm.inflight.worker.delta.destinations import (
     Destinations,
     Found,
@@ -50,7 +50,6 @@ from vllm.inflight.worker.shadow.changed_elements import (
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.verify.checks import IS_TIED, untied
 from vllm.inflight.worker.verify.content import Content, Facts
-from vllm.inflight.worker.verify.drift import Sampler, Samples, sample_places
 
 Problem = tuple[str, Cause, str]
 """A tensor, what is wrong with it, and the sentence that says so."""
@@ -111,8 +110,8 @@ class DeltaWriter:
         """Changed elements that have come of each tensor."""
         self._num_written = np.zeros(len(self._specs), dtype=np.int64)
         """Of these, the elements that this rank serves."""
-        self._taken: Samples | None = None
-        """Of the changed tensors, as they are now."""
+        self._samples: ChangedSamples | None = None
+        """Those of the version that the delta leads to; None if they are not known."""
         self._on_device: DeviceWriter | None = None
         self._faults: list[torch.Tensor | None] = []
         """Of parts that were decoded on the GPU, whose data may be malformed."""
@@ -138,6 +137,8 @@ class DeltaWriter:
                 )
         if self._log is None:
             bring_up(self._shadow, self._live, self._new, self._between)
+        if self._served.samples is not None:
+            self._samples = ChangedSamples(self._served.samples, self._specs)
         if self._shadow.device.type == "cuda":
             self._on_device = DeviceWriter(
                 self._shadow.device,
@@ -185,8 +186,6 @@ class DeltaWriter:
         if self._log is not None:
             self._log.require_room()
         if self._on_device is not None:
-            # Enqueued before the GPU is waited for. Of wrong tensors they are dropped.
-            self._taken = self._samples()
             results = self._on_device.results()
             self._sums = results[:, :2].view(np.uint64)
             self._num_bad, self._num_written = results[:, 2], results[:, 3]
@@ -272,9 +271,8 @@ class DeltaWriter:
 
     def content(self) -> Content:
         """The content of the changed tensors."""
-        if self._on_device is None:
-            self._taken = self._samples()
-        return Content(self._facts, self._taken)
+        samples = None if self._samples is None else self._samples.samples()
+        return Content(self._facts, samples)
 
     @functools.cached_property
     def _facts(self) -> dict[str, Facts]:
@@ -338,6 +336,8 @@ class DeltaWriter:
         np.add.at(self._num_entries, changes.numbers, changes.counts)
         if self._on_device is not None:
             self._on_device.write(changes, self._shadow.note_changed)
+            if self._samples is not None:
+                self._samples.write(changes)
             self._faults.append(changes.fault)
             return
         for each in changes:
@@ -346,6 +346,8 @@ class DeltaWriter:
     def _write_on_host(self, changes: Changes) -> None:
         number, bits = changes.number, changes.bits
         dtype = self._dtypes[number]
+        if self._samples is not None:
+            self._samples.write_on_host(changes)
         for found in self._places[number].find(changes.places):
             if found.chosen is None:
                 at, change = changes.places, bits
@@ -371,44 +373,6 @@ class DeltaWriter:
         offsets = found.offsets.to(torch.int32)
         self._shadow.note_changed(ChangedElements(offsets, (stretch,)))
         elements(self._new[found.param], new.dtype)[found.offsets] = new
-
-    def _samples(self) -> Samples | None:
-        """Samples of the changed tensors, read from the shadow weights.
-
-        None if this rank does not serve the whole of one of them. None as well with
-        delta staging, where the new tensors are nowhere as a whole. An idle tensor has
-        no sample but that of its twin, as a tied head has the embedding's.
-        """
-        has_all = np.array([places.has_all for places in self._places], dtype=bool)
-        if self._log is not None or not (has_all | self._is_idle).all():
-            return None
-        served = np.flatnonzero(~self._is_idle).tolist()
-        twins = {self._facts[self._specs[number].name]: number for number in served}
-        shadow = self._shadow
-        sampler = Sampler(shadow.views, shadow.plan, shadow.device)
-        pairs: list[Pair] = []
-        for number, spec in enumerate(self._specs):
-            if self._is_idle[number]:
-                if (twin := twins.get(self._facts[spec.name])) is None:
-                    continue
-                number = twin
-            entry = shadow.plan.known(self._specs[number].name)
-            if entry is not None and entry.home is not None:
-                pairs.append((spec.name, entry.home.tensor))
-            else:
-                pairs.append((spec.name, self._sample(number)))
-        sampler.add(pairs)
-        return sampler.samples()
-
-    def _sample(self, number: int) -> torch.Tensor:
-        """The sample of a tensor that lies in pieces."""
-        dtype, device = self._dtypes[number], self._shadow.device
-        at = sample_places(prod(self._specs[number].shape), device)
-        sample = torch.empty(len(at), dtype=dtype, device=device)
-        for found in self._places[number].find(at):
-            values = elements(self._new[found.param], dtype)[found.offsets]
-            sample[... if found.chosen is None else found.chosen] = values
-        return sample
 
 
 def _halves(digests: Iterable[str | None]) -> NDArray[np.uint64]:

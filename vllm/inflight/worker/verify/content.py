@@ -31,8 +31,8 @@ class Content:
 
     facts: Mapping[str, Facts]
     samples: Samples | None
-    """Used for the drift between versions; see drift.py. None after a delta of tensors
-    that are cut over ranks, of which no rank has the whole sample."""
+    """Used for the drift between versions; see drift.py. A delta brings those of all
+    tensors."""
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """The tensors themselves, on the CPU build, for deltas to start from. There the
     served weights are packed, so that no element has a place of its own."""
