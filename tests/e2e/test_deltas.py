@@ -89,7 +89,7 @@ def test_a_chain_of_deltas_equals_whole_versions(llm, weights, tmp_path):
 
 
 def test_small_deltas_keep_the_namespace_of_kv_and_a_large_one_begins_another(
-    llm, weights, tmp_path, monkeypatch
+    llm, weights, new, tmp_path, monkeypatch
 ):
     core = llm.llm_engine.engine_core.engine_core
     policy = NamespacePolicy.parse("versioned:auto", drift=0.02)
@@ -98,6 +98,7 @@ def test_small_deltas_keep_the_namespace_of_kv_and_a_large_one_begins_another(
     seen = {}
     for delta in ("always", "off"):
         sent = {name: tensor.clone() for name, tensor in weights.items()}
+        llm.update_weights_from_disk(str(new), "far from the first")
         with Publisher(llm, sent, delta=delta) as to:
             to.publish("first")
             drifts, begun = [], []

@@ -1,5 +1,6 @@
 """The samples of a version become those of the next one, as a delta changes them."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,6 @@ from tests.support.deltas import (
 from tests.support.triton_compiler import compile_for_gpu, succeeds
 from vllm.inflight import ops
 from vllm.inflight.delta import decode
-from vllm.inflight.update import TensorSpec
 from vllm.inflight.worker.delta.changed_samples import ChangedSamples
 from vllm.inflight.worker.verify.drift import SIZE, Sampler, Samples, drift
 
@@ -50,8 +50,8 @@ def changed(old: Weights, share: float, most: int) -> Weights:
 
 def written(old: Weights, new: Weights, kept: Samples, *, by_kernel: bool) -> Samples:
     """The samples of the new weights, as a delta writes them."""
-    specs = [TensorSpec(name, tuple(t.shape), "") for name, t in old.items()]
-    made = ChangedSamples(kept, specs)
+    sizes = np.array([len(tensor) for tensor in old.values()])
+    made = ChangedSamples(kept, [*old], sizes)
     for part in parts_of(
         [(old[name], new[name]) for name in old], max_part_bytes=1 << 17
     ):

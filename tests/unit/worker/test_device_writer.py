@@ -16,6 +16,7 @@ from vllm.inflight.delta import Encoder, decode
 from vllm.inflight.errors import Malformed
 from vllm.inflight.worker.delta.destinations import Destinations
 from vllm.inflight.worker.delta.device_writer import DeviceWriter, copy_elements, warm
+from vllm.inflight.worker.delta.targets import Targets
 from vllm.inflight.worker.delta.writer import DeltaWriter
 from vllm.inflight.worker.memory.arena import Arena
 from vllm.inflight.worker.replay_plan import Copied, Entry, view_of
@@ -90,7 +91,7 @@ def check() -> None:
         entry(old[name], copied(old[name], param, part_of, view))
         for name, (param, part_of, view) in views.items()
     ]
-    writer = DeviceWriter(CPU, live, shadow, places)
+    writer = DeviceWriter(CPU, live, shadow, Targets.of(places))
     logs = []
 
     def note(log):
@@ -143,7 +144,7 @@ def check_logged(changes, places, live, expected, results) -> None:
     """With delta staging the same goes into a log, and nothing is written yet."""
     before = {name: param.clone() for name, param in live.items()}
     log = ChangeLog(CPU, 1 << 20)
-    writer = DeviceWriter(CPU, live, log, places)
+    writer = DeviceWriter(CPU, live, log, Targets.of(places))
     writer.write(changes, note=None)
     assert writer.results().tolist() == results
     # No room is taken by what other ranks serve.
@@ -156,7 +157,7 @@ def check_logged(changes, places, live, expected, results) -> None:
         bits = ops.INTEGERS[param.itemsize]
         assert torch.equal(elements(before[name], bits), elements(param, bits)), name
     small = ChangeLog(CPU, 1 << 10)
-    DeviceWriter(CPU, live, small, places).write(changes, None)
+    DeviceWriter(CPU, live, small, Targets.of(places)).write(changes, None)
     assert small.num_bytes == log.num_bytes
     assert not small.has_room
 
@@ -197,7 +198,7 @@ def staged() -> None:
     class OnDevice(DeltaWriter):
         def begin(self):
             super().begin()
-            self._on_device = DeviceWriter(CPU, self._live, self._new, self._places)
+            self._on_device = DeviceWriter(CPU, self._live, self._new, self._targets)
 
     loader.DeltaWriter = OnDevice
     with Arena.open(CPU, 1 << 26) as arena:

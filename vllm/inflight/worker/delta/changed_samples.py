@@ -9,7 +9,6 @@ tensor has the sample of all of it, as it has after a whole version.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 
 import numpy as np
 import torch
@@ -18,7 +17,6 @@ from vllm.inflight import ops
 from vllm.inflight.delta import Changes
 from vllm.inflight.delta.decode import DecodedPart, Numbers
 from vllm.inflight.delta.device_decode import to_device
-from vllm.inflight.update import TensorSpec
 from vllm.inflight.worker.verify.drift import NUM_RUNS, RUN, SIZE, Samples
 
 NOWHERE = -1, 0
@@ -30,22 +28,22 @@ class ChangedSamples:
 
     Args:
         served: the samples of the version that the delta starts from.
-        specs: the tensors that the delta changes, by number.
+        names: of the tensors that the delta changes, by number.
+        sizes: elements of each of them.
 
     """
 
-    def __init__(self, served: Samples, specs: Sequence[TensorSpec]) -> None:
+    def __init__(self, served: Samples, names: Sequence[str], sizes: Numbers) -> None:
         self._places = served.places
         self._blocks = [block.clone() for block in served.blocks]
-        self._of = [served.places.get(spec.name, NOWHERE) for spec in specs]
+        self._of = [served.places.get(name, NOWHERE) for name in names]
         blocks, rows = np.array(self._of, dtype=np.int64).reshape(-1, 2).T
         kinds = [(b.data_ptr(), b.shape[1], b.element_size()) for b in self._blocks]
         at, self._sizes, self._widths = np.array([*kinds, (0, 0, 0)], dtype=np.int64)[
             blocks
         ].T
         self._addresses = at + rows * self._sizes * self._widths
-        numel = np.array([prod(spec.shape) for spec in specs], dtype=np.int64)
-        self._steps = np.where(numel < SIZE, RUN, numel // NUM_RUNS)
+        self._steps = np.where(sizes < SIZE, RUN, sizes // NUM_RUNS)
         """From the beginning of a run to that of the next one. A short tensor is its
         own sample, as if its runs followed each other."""
 

@@ -17,7 +17,7 @@ change are those of the served version, whose digest is known.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -39,6 +39,7 @@ from vllm.inflight.worker.delta.destinations import (
 from vllm.inflight.worker.delta.device_writer import DeviceWriter, copy_elements
 from vllm.inflight.worker.delta.order import Order
 from vllm.inflight.worker.delta.shares import Term, share
+from vllm.inflight.worker.delta.targets import KnownTargets, Targets
 from vllm.inflight.worker.model.layers import parameters_by_name
 from vllm.inflight.worker.replay_plan import Entry
 from vllm.inflight.worker.shadow.carry_over import copy_unsent
@@ -95,12 +96,9 @@ class DeltaWriter:
         """The shadow parameters; none with delta staging."""
         if self._log is None:
             self._new = parameters_by_name(shadow.module)
-        self._places: list[Destinations] = []
-        """Of each tensor that the delta changes."""
-        self._is_idle = np.zeros(len(self._specs), dtype=bool)
-        """Whether the engine has no use for a tensor; then nothing is written of it."""
-        self._dtypes = [getattr(torch, spec.dtype) for spec in self._specs]
-        self._announced = _halves(spec.digest for spec in self._specs)
+        self._targets = Targets.of([])
+        """What the tensors are written into; known when it has begun."""
+        self._announced = _halves([spec.digest for spec in self._specs])
         """The digest of each tensor, in halves."""
         self._sums = np.zeros((len(self._specs), 2), dtype=np.uint64)
         """What the digest of each tensor changes by."""
@@ -124,10 +122,7 @@ class DeltaWriter:
 
         """
         assert self._shadow.module is not None
-        known = KnownDestinations.of(self._shadow.module)
-        self._places = [
-            self._find(number, spec, known) for number, spec in enumerate(self._specs)
-        ]
+        self._targets = self._found_targets(self._shadow.module)
         for name in self.params if self._log is None else ():
             if self._new[name].device != self._live[name].device:
                 raise DeltaUnsupported(
@@ -138,13 +133,14 @@ class DeltaWriter:
         if self._log is None:
             bring_up(self._shadow, self._live, self._new, self._between)
         if self._served.samples is not None:
-            self._samples = ChangedSamples(self._served.samples, self._specs)
+            names, sizes = list(self._facts), self._targets.tensors[:, 0]
+            self._samples = ChangedSamples(self._served.samples, names, sizes)
         if self._shadow.device.type == "cuda":
             self._on_device = DeviceWriter(
                 self._shadow.device,
                 self._live,
                 self._new if self._log is None else self._log,
-                self._places,
+                self._targets,
             )
 
     def take(self, pairs: Iterable[Pair]) -> None:
@@ -191,7 +187,7 @@ class DeltaWriter:
             self._num_bad, self._num_written = results[:, 2], results[:, 3]
         digests = self._served_digests + self._sums  # modulo 2**64
         is_wrong = (digests != self._announced).any(1)
-        is_wrong &= np.array([each.has_all for each in self._places], dtype=bool)
+        is_wrong &= self._targets.has_all
         is_bad = (self._num_bad > 0) & (not self._allow_nonfinite)
         found: list[Problem] = []
         for number in np.flatnonzero(is_wrong | is_bad | (self._num_entries == 0)):
@@ -236,25 +232,23 @@ class DeltaWriter:
     @functools.cached_property
     def params(self) -> set[str]:
         """The parameters that the delta writes; known when it has begun."""
-        return {param for places in self._places for param in places.params}
+        return set(self._targets.params)
 
     def shares(self) -> list[int] | None:
         """This rank's share of the tensors that are cut over ranks, and the sum of all
         shares; None if there is no other rank. See shares.py."""
         if self._shadow.is_alone:
             return None
-        cut = [n for n, p in enumerate(self._places) if p.copies and not p.has_all]
+        targets = self._targets
+        is_cut = (targets.tensors[:, 3] > 0) & ~targets.has_all
+        cut = np.flatnonzero(is_cut).tolist()
         return share(map(self._found, cut)) + share(map(self._expected, cut))
 
     @property
     def unserved(self) -> list[str]:
         """The announced tensors that another rank has to serve."""
-        each = zip(self._specs, self._places, self._is_idle, strict=True)
-        return [
-            spec.name
-            for spec, places, is_idle in each
-            if not places.copies and not is_idle
-        ]
+        is_unserved = (self._targets.tensors[:, 3] == 0) & ~self._targets.is_idle
+        return [self._specs[n].name for n in np.flatnonzero(is_unserved).tolist()]
 
     def _found(self, number: int) -> Term:
         """What this rank has found of a tensor that is cut."""
@@ -264,7 +258,7 @@ class DeltaWriter:
     def _expected(self, number: int) -> Term:
         """What all ranks should find of it together."""
         a, b = (self._announced[number] - self._served_digests[number]).tolist()
-        holders = self._places[number].num_holders(self._shadow.tp_size)
+        holders = self._targets.places[number].num_holders(self._shadow.tp_size)
         difference = ops.Digest(a * holders % 2**64, b * holders % 2**64)
         num = int(self._num_entries[number]) * holders
         return self._specs[number].name, difference, num
@@ -286,9 +280,22 @@ class DeltaWriter:
             for spec, (a, b) in zip(self._specs, self._announced.tolist(), strict=True)
         }
 
+    def _found_targets(self, module: torch.nn.Module) -> Targets:
+        """What the tensors are written into; raises as `begin`."""
+        known = KnownDestinations.of(module)
+        facts, specs = self._served.facts, self._specs
+        forms = [(spec.name, spec.shape, spec.dtype) for spec in specs]
+        served = [(n, *facts[n][1::-1]) if n in facts else None for n, _, _ in forms]
+        if forms != served:
+            for spec in specs:
+                self._find(spec, known)  # raises for one of them
+        kept = KnownTargets.of(module, self._shadow.plan.number)
+        return kept.find(forms, specs, functools.partial(self._find, known=known))
+
     def _find(
-        self, number: int, spec: TensorSpec, known: KnownDestinations
-    ) -> Destinations:
+        self, spec: TensorSpec, known: KnownDestinations
+    ) -> tuple[Destinations, bool]:
+        """Where a tensor is served, and whether the engine has no use for it."""
         facts = self._served.facts.get(spec.name)
         plan, is_shared = self._shadow.plan, self._shadow.is_whole_over_ranks
         entry = plan.known(spec.name)
@@ -296,7 +303,6 @@ class DeltaWriter:
         is_idle = found is None and self._shadow.ignored.is_spare(spec.name)
         if is_idle or (is_shared and entry is None and plan.passes_over(spec.name)):
             found = Destinations.nowhere(spec.shape, getattr(torch, spec.dtype))
-        self._is_idle[number] = is_idle
         is_served = found is not None and (
             found.has_all or is_idle or (is_shared and found.is_once)
         )
@@ -314,7 +320,7 @@ class DeltaWriter:
                 f"the delta announces {spec.name!r} as {list(spec.shape)} "
                 f"{spec.dtype}, and {list(shape)} {dtype} of it is served"
             )
-        return found
+        return found, is_idle
 
     def _of_another_dtype(self, spec: TensorSpec, entry: Entry) -> DeltaUnsupported:
         """The error for a tensor that the loader converts."""
@@ -345,10 +351,11 @@ class DeltaWriter:
 
     def _write_on_host(self, changes: Changes) -> None:
         number, bits = changes.number, changes.bits
-        dtype = self._dtypes[number]
+        places = self._targets.places[number]
+        dtype = places.entry.dtype
         if self._samples is not None:
             self._samples.write_on_host(changes)
-        for found in self._places[number].find(changes.places):
+        for found in places.find(changes.places):
             if found.chosen is None:
                 at, change = changes.places, bits
             else:
@@ -375,12 +382,12 @@ class DeltaWriter:
         elements(self._new[found.param], new.dtype)[found.offsets] = new
 
 
-def _halves(digests: Iterable[str | None]) -> NDArray[np.uint64]:
+def _halves(digests: Sequence[str | None]) -> NDArray[np.uint64]:
     """Digests of 32 hex digits in halves, uint64 [n, 2].
 
     A manifest was checked before, so a delta has a valid digest of each tensor.
     """
-    octets = bytes.fromhex("".join(digest or "" for digest in digests))
+    octets = bytes.fromhex("".join([digest or "" for digest in digests]))
     halves = np.frombuffer(octets, dtype=">u8").astype(np.uint64)
     return halves.reshape(-1, 2)
 

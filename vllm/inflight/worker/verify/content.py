@@ -44,7 +44,7 @@ class Content:
     def digest(self) -> str:
         """The manifest digest over all tensors."""
         if not self._digests:
-            facts = ((name, *facts) for name, facts in self.facts.items())
+            facts = [(name, *facts) for name, facts in self.facts.items()]
             self._digests.append(ops.manifest_digest(facts))
         return self._digests[0]
 
@@ -75,7 +75,7 @@ class Content:
         """
         if base is None:
             return None
-        if any(name not in base.facts and not is_spare(name) for name in self.facts):
+        if not all(map(is_spare, self.facts.keys() - base.facts.keys())):
             return None
         if self.facts.keys() >= base.facts.keys() and not base.tensors:
             return self  # nothing of `base` is left, and the digest is known
