@@ -3,22 +3,30 @@
 `python -m benchmarks.gpu.delta_kernels [--gib 16] [--shares 0.001 0.01 0.03]`. The
 weights are flat tensors of the sizes of an 8B model. Each kernel runs alone, so the
 figures are what its work takes when nothing else runs.
+
+The search of the trainer is timed by the clock too, and its kernels one by one. So the
+report says what of a search the GPU takes, and what the host adds.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.machine import facts
-from vllm.inflight import ops
 from vllm.inflight.delta import Encoder
 from vllm.inflight.delta.decode import decode_unproved
+from vllm.inflight.trainer.deltas import delta
+from vllm.inflight.trainer.deltas.published import PublishedVersion, digests_of
+from vllm.inflight.update import TensorSpec
 from vllm.inflight.worker.delta.dense import Came, Comparison
 from vllm.inflight.worker.delta.destinations import KnownDestinations
 from vllm.inflight.worker.delta.device_writer import (
@@ -52,7 +60,43 @@ def timed(work: Callable[[], object]) -> float:
     return median(found)
 
 
-def measure(gib: float, share: float) -> dict[str, float]:
+def timed_search(
+    old: dict[str, torch.Tensor], new: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Milliseconds of a trainer's search by the clock, and of each of its kernels."""
+    specs = {
+        name: TensorSpec(name, tuple(tensor.shape), "bfloat16", digest.hex())
+        for (name, tensor), digest in zip(
+            old.items(), digests_of([*old.items()]), strict=True
+        )
+    }
+    base = PublishedVersion(old, specs)
+
+    def search() -> float:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        delta.DeltaSearch(base, "always").find(new.items())
+        torch.cuda.synchronize()
+        return (time.perf_counter() - began) * 1e3
+
+    found: dict[str, Any] = {}
+    usual = delta.BATCH_BYTES
+    for factor in (4, 1):  # larger batches wait for the GPU less often
+        delta.BATCH_BYTES = usual * factor
+        search()
+        name = f"search, {delta.BATCH_BYTES >> 30} GiB at once"
+        found[name] = median(search() for _ in range(REPEATS))
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        search()
+    found["kernels of the search"] = {
+        each.key[:60]: round(each.self_device_time_total / 1e3, 3)
+        for each in recorded.key_averages()
+        if each.self_device_time_total
+    }
+    return found
+
+
+def measure(gib: float, share: float) -> dict[str, Any]:
     """Milliseconds of each kernel, with this share of all elements changed."""
     device = torch.device("cuda")
     live: dict[str, torch.Tensor] = {}
@@ -66,6 +110,7 @@ def measure(gib: float, share: float) -> dict[str, float]:
         at = torch.rand(tensor.shape, device=device) < share
         tensor.view(torch.int16)[at] += 1
         del at
+    found = timed_search(live, new)
     encoder = Encoder()
     pairs = [(live[name], tensor) for name, tensor in new.items()]
     parts = [*encoder.add_all(0, pairs), *encoder.finish()]
@@ -78,7 +123,7 @@ def measure(gib: float, share: float) -> dict[str, float]:
     for part in parts:
         part.check([t.numel() for t in live.values()], [2] * len(live))
     places = [own_place(*each) for each in enumerate(live.values())]
-    found = {"bytes": float(sum(part.num_bytes for part in parts))}
+    found["bytes"] = float(sum(part.num_bytes for part in parts))
 
     found["decode"] = timed(lambda: [decode_unproved(part) for part in parts])
     decoded = [decode_unproved(part) for part in parts]
@@ -124,8 +169,8 @@ def measure(gib: float, share: float) -> dict[str, float]:
         comparison.log_differences(batch)
 
     found["compare whole tensors"] = timed(compare)
+    found["digest of all"] = timed(lambda: digests_of(named))
     tensors = list(live.values())
-    found["digest of all"] = timed(lambda: ops.digest(tensors))
     other = [torch.empty_like(t) for t in tensors]
     found["copy of all"] = timed(
         lambda: [a.copy_(b) for a, b in zip(other, tensors, strict=True)]

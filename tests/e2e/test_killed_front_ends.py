@@ -6,7 +6,7 @@ rank that never comes. The front end is killed meanwhile.
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.support.preloaded_process import begin
-from tests.support.serving import Server
+from tests.support.serving import START_S, Server
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.engine
@@ -92,7 +92,11 @@ def lives(process: psutil.Process) -> bool:
 
 
 def kill_while_loading(
-    front_end: int, loading: Path, num_workers: int, started: list[psutil.Process]
+    front_end: int,
+    loading: Path,
+    num_workers: int,
+    started: list[psutil.Process],
+    log: Callable[[], str],
 ) -> None:
     """SIGKILL to a front end alone, while its workers load.
 
@@ -101,10 +105,21 @@ def kill_while_loading(
         loading: the folder of the fixture.
         num_workers: how many workers the engine has.
         started: gets what the front end has started.
+        log: what the front end has said, which is printed if its workers do not load.
 
     """
-    until(lambda: len(list(loading.iterdir())) == num_workers, "no worker loads", 240)
-    started += psutil.Process(front_end).children(recursive=True)
+    process = psutil.Process(front_end)
+
+    def all_load() -> bool:
+        assert lives(process), "the front end has ended"
+        return len(list(loading.iterdir())) == num_workers
+
+    try:
+        until(all_load, "not all workers load", START_S)
+    except AssertionError:
+        print(log()[-8000:])
+        raise
+    started += process.children(recursive=True)
     os.kill(front_end, signal.SIGKILL)
 
 
@@ -119,7 +134,7 @@ def test_no_process_of_an_llm_stays_that_was_killed_while_it_started(
     told = tmp_path / "told"
     words = [LLM, str(old)]
     front_end = begin("-c", words, os.environ | env, told, told, spawned=True)
-    kill_while_loading(front_end.pid, loading, 1, started)
+    kill_while_loading(front_end.pid, loading, 1, started, told.read_text)
     front_end.wait()
     until(lambda: not any(map(lives, started)), "a process stays", GONE_S)
 
@@ -131,7 +146,7 @@ def test_no_process_of_a_server_stays_that_was_killed_while_it_started(
     env["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     server = Server(old, *flags, env=env)
     try:
-        kill_while_loading(server.pid, loading, 2, started)
+        kill_while_loading(server.pid, loading, 2, started, server.log)
         # Two engine cores with a worker each, their coordinator, and two API servers
         assert len(started) >= 7
         until(lambda: not any(map(lives, started)), "a process stays", GONE_S)

@@ -20,7 +20,9 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.engine
 
 PROMPT = list(range(30, 60))
-LONG = {"max_new_tokens": 600, "ignore_eos": True}
+MAX_MODEL_LEN = 16384
+LONG = {"max_new_tokens": MAX_MODEL_LEN - 100, "ignore_eos": True}
+"""Such a request runs until it is aborted, however fast the machine decodes."""
 API_KEY = "rollouts"
 END = 256
 """The token that ends an output of the tiny model."""
@@ -28,13 +30,14 @@ END = 256
 
 @pytest.fixture(scope="module")
 def folders(checkpoint: Callable[..., Path]) -> list[Path]:
-    # Some layers, so that 600 tokens take a while.
-    return [checkpoint(seed, layers=8) for seed in range(2)]
+    # Some layers, so that a long output takes a while.
+    return [checkpoint(seed, layers=8, positions=MAX_MODEL_LEN) for seed in range(2)]
 
 
 @pytest.fixture(scope="module")
 def running(folders: list[Path]) -> Iterator[Server]:
-    with Server(folders[0], "--inflight-kv-versions", "on") as started:
+    flags = ("--inflight-kv-versions", "on", "--max-model-len", str(MAX_MODEL_LEN))
+    with Server(folders[0], *flags) as started:
         started.client.timeout = 180
         yield started
 
@@ -77,19 +80,32 @@ def refused(server: Server, body: dict[str, Any]) -> str:
 
 @contextmanager
 def under_way(server: Server, count: int = 1, **body: Any) -> Iterator[list[Any]]:
-    """Requests that run during the `with`; their futures."""
-    running = metric(server) + count
+    """Requests that run during the `with` unless they are aborted; their futures."""
+    running = num_running(server) + count
     with ThreadPoolExecutor(count) as pool:
         futures = [
             pool.submit(ask, server, LONG, rid=f"r{n}", return_logprob=True, **body)
             for n in range(count)
         ]
-        until(lambda: metric(server) >= running)
-        yield futures
+        try:
+            until(lambda: num_running(server) >= running)
+            yield futures
+        finally:
+            server.post("/abort_request", {"abort_all": True})
 
 
-def metric(server: Server) -> int:
+def num_running(server: Server) -> int:
     return int(load(server)["num_running_reqs"])
+
+
+def decode_some(server: Server) -> None:
+    """Returns once every request that runs, or was retracted, has a few more tokens.
+
+    A later request has its tokens in the same steps.
+    """
+    assert (
+        len(ask(server, {"max_new_tokens": 8, "ignore_eos": True})["output_ids"]) == 8
+    )
 
 
 # ------------------------------------------------------------------ tokens and text
@@ -173,8 +189,9 @@ def test_max_new_tokens_has_sglangs_default_and_null_is_the_models_length(
     server: Server,
 ) -> None:
     assert len(ask(server, {"ignore_eos": True})["output_ids"]) == 128
-    reply = ask(server, {"ignore_eos": True, "max_new_tokens": None})
-    assert len(reply["output_ids"]) == 1024 - len(PROMPT)
+    prompt = [5] * (MAX_MODEL_LEN - 200)
+    limit = {"ignore_eos": True, "max_new_tokens": None}
+    assert len(ask(server, limit, input_ids=prompt)["output_ids"]) == 200
 
 
 def test_why_a_reply_has_ended_is_told_as_sglang_tells_it(server: Server) -> None:
@@ -326,27 +343,40 @@ def test_choices_follow_their_prompt(server: Server) -> None:
 
 # -------------------------------------------------------------------------- streams
 def test_each_event_of_a_stream_has_the_whole_output_so_far(server: Server) -> None:
-    sampling = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
-    whole = ask(server, sampling, return_logprob=True)
-    body = {"input_ids": PROMPT, "sampling_params": sampling, "stream": True}
+    greedy = LONG | {"temperature": 0}
+    body = {"input_ids": PROMPT, "sampling_params": greedy, "stream": True}
     body |= {"return_logprob": True, "rid": "s"}
+    told = []
     with server.client.stream("POST", "/generate", json=body) as reply:
         assert reply.headers["content-type"].startswith("text/event-stream")
-        told = list(events(reply))
-    assert len(told) > 8
+        for event in events(reply):
+            told.append(event)
+            if len(told) == 9:  # an event may have any number of tokens
+                server.post("/abort_request", {"rid": "s"})
     for before, after in pairwise(told):
         count = before["meta_info"]["completion_tokens"]
         assert after["output_ids"][:count] == before["output_ids"]
         assert before["meta_info"]["finish_reason"] is None
         assert before["meta_info"]["weight_versions"][-1]["end"] == count
         assert before["meta_info"]["output_token_logprobs_length"] == count
+    assert told[-1]["meta_info"]["finish_reason"]["type"] == "abort"
+    some = greedy | {"max_new_tokens": len(told[-1]["output_ids"])}
+    whole = ask(server, some, return_logprob=True)
     assert told[-1]["output_ids"] == whole["output_ids"]
     assert told[-1]["text"] == whole["text"]
-    assert told[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 40}
     ours = told[-1]["meta_info"]["output_token_logprobs"]
     theirs = whole["meta_info"]["output_token_logprobs"]
     assert [e[1] for e in ours] == [e[1] for e in theirs]
     assert "index" not in told[-1]
+
+
+def test_the_last_event_of_a_stream_says_why_it_has_ended(server: Server) -> None:
+    sampling = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
+    body = {"input_ids": PROMPT, "sampling_params": sampling, "stream": True}
+    with server.client.stream("POST", "/generate", json=body) as reply:
+        *_, last = events(reply)
+    assert last["meta_info"]["finish_reason"] == {"type": "length", "length": 40}
+    assert last["output_ids"] == ask(server, sampling)["output_ids"]
 
 
 def test_a_stream_of_a_batch_names_the_choice_of_each_event(server: Server) -> None:
@@ -385,35 +415,32 @@ def test_an_aborted_request_returns_what_it_has_as_sglang_does(server: Server) -
         until(lambda: load(server)["num_used_tokens"] > 128)
         assert server.post("/abort_request", {"rid": "r0"})["num_aborted"] == 1
         partial = first.result()
+        decode_some(server)
         assert not second.done()
+        assert server.post("/abort_request", {"rid": "r1"})["num_aborted"] == 1
     for reply in (partial, second.result()):
         meta = reply["meta_info"]
         spans = meta["weight_versions"]
         count = len(reply["output_ids"])
         assert count == meta["completion_tokens"] == spans[-1]["end"]
         assert count == len(meta["output_token_logprobs"]) > 0
-    assert partial["meta_info"]["finish_reason"]["type"] == "abort"
-    assert len(partial["output_ids"]) < 600
-    assert second.result()["meta_info"]["finish_reason"] == {
-        "type": "length",
-        "length": 600,
-    }
+        assert meta["finish_reason"]["type"] == "abort"
 
 
 def test_a_partial_rollout_goes_on_from_its_tokens(server: Server) -> None:
     """As slime's partial rollouts do: abort all, update, send prompt and tokens."""
-    greedy = LONG | {"temperature": 0, "max_new_tokens": 400}
-    whole = ask(server, greedy)["output_ids"]
+    greedy = LONG | {"temperature": 0}
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask, server, greedy)
         until(lambda: load(server)["num_used_tokens"] > 128)
         server.post("/abort_request", {"abort_all": True})
         had = asked.result()["output_ids"]
-    assert 0 < len(had) < 400
-    left = greedy | {"max_new_tokens": 400 - len(had)}
+    assert had
+    left = greedy | {"max_new_tokens": 100}
     more = ask(server, left, input_ids=PROMPT + had)["output_ids"]
-    assert had == whole[: len(had)]
-    assert len(had + more) == 400
+    whole = ask(server, greedy | {"max_new_tokens": len(had)})["output_ids"]
+    assert had == whole
+    assert len(more) == 100
 
 
 def test_a_request_that_waits_is_aborted_without_tokens(server: Server) -> None:
@@ -437,21 +464,30 @@ def test_the_version_of_a_reply_is_the_last_and_its_spans_tell_the_rest(
     with under_way(server) as (asked,):
         until(lambda: load(server)["num_used_tokens"] > 64)
         publish(server, folders[1], "new", mode=mode)
-        reply = asked.result()
-    meta = reply["meta_info"]
+        decode_some(server)
+        assert not asked.done()
+        server.post("/abort_request", {"rid": "r0"})
+        meta = asked.result()["meta_info"]
     first, last = meta["weight_versions"]
     assert (first["version"], last["version"]) == ("old", "new")
-    assert (first["start"], first["end"], last["end"]) == (0, last["start"], 600)
+    assert (first["start"], first["end"]) == (0, last["start"])
     assert meta["weight_version"] == "new"
-    assert len(meta["output_token_logprobs"]) == 600
+    count = meta["completion_tokens"]
+    assert last["end"] == count == len(meta["output_token_logprobs"])
 
 
 def test_a_pause_freezes_a_rollout_and_continue_lets_it_finish(server: Server) -> None:
-    with under_way(server) as (asked,):
+    short = {"max_new_tokens": 600, "ignore_eos": True}
+    with under_way(server) as (asked,), ThreadPoolExecutor(1) as pool:
         server.post("/pause_generation", {"mode": "retract"})
-        assert not asked.done()
+        late = pool.submit(ask, server, short)
+        until(lambda: load(server)["num_waiting_reqs"] == 2)
+        assert load(server)["num_used_tokens"] == 0
+        assert not asked.done() and not late.done()
         server.post("/continue_generation")
-        assert len(asked.result()["output_ids"]) == 600
+        assert len(late.result()["output_ids"]) == 600
+        assert not asked.done()
+    assert len(asked.result()["output_ids"]) >= 600
 
 
 def test_a_commit_that_aborts_returns_partial_rollouts(
@@ -477,7 +513,7 @@ def test_a_commit_that_aborts_returns_partial_rollouts(
         ({"input_ids": [1, "a"]}, "input_ids"),
         ({"input_ids": [True]}, "input_ids"),
         ({"input_ids": [10**6]}, "vocabulary"),
-        ({"input_ids": [5] * 2000}, "1024"),
+        ({"input_ids": [5] * (MAX_MODEL_LEN + 1)}, str(MAX_MODEL_LEN)),
         ({"image_data": ["aGk="]}, "image_data"),
         ({"input_embeds": [[0.5]]}, "input_embeds"),
         ({"return_hidden_states": True}, "return_hidden_states"),

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.robustness.pauses import cells, rows
 from tests.robustness.pauses.conftest import subject_of  # noqa: F401 (a fixture)
 from tests.robustness.pauses.live import Live, Stream
-from tests.robustness.pauses.scene import SETTLED_S
+from tests.robustness.pauses.scene import WATCHED_S
 from tests.robustness.pauses.subjects import NEW, OLD, Subject
 from tests.robustness.pauses.test_oracle import DEVICES, wrong
 from tests.robustness.pauses.test_uses import (
@@ -41,6 +41,8 @@ needs_three = pytest.mark.skipif(
 )
 
 NUM_TOKENS = 1600
+STOPPED_S = 0.3
+"""In which an engine stops whose pause has no reply yet."""
 POISONED = "model.layers.0.self_attn.o_proj.weight"
 """A tensor of which both engines have all."""
 
@@ -111,9 +113,9 @@ def test_an_engine_that_is_paused_alone_waits_for_the_other_to_pause(
 ) -> None:
     first, second = (pause_of(live, number) for number in range(2))
     pausing = live.later(first)
-    time.sleep(SETTLED_S)
+    time.sleep(STOPPED_S)
     before = counts(sent)
-    time.sleep(SETTLED_S)
+    time.sleep(WATCHED_S)
     for stream, had in zip(sent, before, strict=True):
         assert (stream.num_tokens > had) == (stream.engine == 1)
         assert not stream.future.done()
@@ -121,10 +123,10 @@ def test_an_engine_that_is_paused_alone_waits_for_the_other_to_pause(
     replies = [live.later(second).result(timeout=60), pausing.result(timeout=60)]
     for reply in replies:
         assert reply["ok"]["paused"] and reply["ok"]["num_running"] == 2
-    time.sleep(SETTLED_S)
+    live.settle()
     before = counts(sent)
     load(subject, NEW)
-    time.sleep(SETTLED_S)
+    time.sleep(WATCHED_S)
     assert counts(sent) == before, "tokens came in the pause"
     live.call("continue_generation")
     live.wait(sent)

@@ -4,7 +4,7 @@ import asyncio
 import gc
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,6 +16,8 @@ from vllm.inflight.api.control.methods import control_of
 
 PATIENCE_S = 180.0
 """For one call on a busy machine."""
+SETTLED_TURNS = 1000
+"""Turns of an event loop, of which a token takes few from the engine to its client."""
 CPU_BIND = "VLLM_CPU_OMP_THREADS_BIND"
 
 
@@ -109,6 +111,10 @@ class Live:
         folder: the weights that it starts with.
         **options: of the engine.
 
+    Attributes:
+        gate: if there is one, an update is staged and proved, and is committed when
+            this returns.
+
     """
 
     def __init__(self, folder: str, **options: Any) -> None:
@@ -119,6 +125,7 @@ class Live:
         self._thread = Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self._commit: dict[str, Any] = {}
+        self.gate: Callable[[], None] | None = None
         self._number = 0
         self.num_engines: int = options.get("data_parallel_size", 1)
         args = AsyncEngineArgs(model=folder, **options)
@@ -156,14 +163,22 @@ class Live:
         return self.call("start_weight_update")
 
     def update_weights(self, request: Any, **options: Any) -> Any:
-        if "finish" in options:
+        is_last = "finish" in options
+        if is_last and self.gate is None:
             options["finish"] = options["finish"] | self._commit
+        elif is_last:
+            del options["finish"]
         reply = self.call("update_weights", request, **options)
-        if "finish" in options:
+        if is_last and self.gate is not None:
+            return self.finish_weight_update()
+        if is_last:
             self.reply = reply
         return reply
 
     def finish_weight_update(self) -> Any:
+        if self.gate is not None:
+            self.call("prepare_weight_update")
+            self.gate()
         self.reply = self.call("finish_weight_update", **self._commit)
         return self.reply
 
@@ -208,6 +223,18 @@ class Live:
         """Until all have ended; raises what went wrong with one."""
         for stream in streams:
             stream.future.result(timeout=PATIENCE_S)
+
+    def settle(self) -> None:
+        """Returns once the clients have all that was sent before the last reply.
+
+        Tokens and replies of an engine come through one socket, in their order.
+        """
+
+        async def turns() -> None:
+            for _ in range(SETTLED_TURNS):
+                await asyncio.sleep(0)
+
+        self.later(turns()).result(timeout=PATIENCE_S)
 
     def until_begun(self, streams: list[Stream], num_tokens: int) -> None:
         """Until each has so many tokens, or has ended."""

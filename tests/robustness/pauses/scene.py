@@ -2,9 +2,11 @@
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from statistics import median
+from threading import Event
 from typing import Any
 
 from vllm import SamplingParams
@@ -12,7 +14,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from tests.robustness.pauses import cells
 from tests.robustness.pauses.cells import Cell
-from tests.robustness.pauses.live import Choice, Stream
+from tests.robustness.pauses.live import PATIENCE_S, Choice, Stream
 from tests.robustness.pauses.replay import Stretch
 from tests.robustness.pauses.subjects import (
     MAX_MODEL_LEN,
@@ -23,10 +25,11 @@ from tests.robustness.pauses.subjects import (
 )
 from tests.support.preloaded_process import IS_ON_CPU
 from tests.support.waiting import until
+from vllm.inflight.calls import StartUpdate
 from vllm.inflight.transport.waiting import in_background
 
-SETTLED_S = 0.3
-"""In which what was under way when a pause replied has reached its client."""
+WATCHED_S = 0.3
+"""How long no token may come in a pause."""
 GROUPS = 40
 REGEX = rf"([0-9]{{3}}-){{{GROUPS}}}[a-f]{{12}}"
 EOS = 256
@@ -101,28 +104,36 @@ class Scene:
         at_once = {cells.SEVERAL: NUM_AT_ONCE // 2, cells.PROMPT: 1}
         self.running: list[Stream] = []
         self.waiting: list[Stream] = []
+        self.had: list[int] = []
+        """Tokens of those that ran, before the pause or the commit."""
         self._num_at_once = at_once.get(cell.workload, NUM_AT_ONCE)
 
     def play(self) -> None:
         """All of it; raises what does not hold."""
         self._begin()
+        if self.cell.when == cells.PAUSE:
+            self._send_all()
+            self._in_a_pause()
+        else:
+            with self._staged() as commit:
+                self._send_all()
+                self.treated = commit()
+        self.live.wait(self.all)
+        assert not self.live.call("is_paused")
+        self._judge()
+        if self.cell.mode == "abort":
+            self._go_on_where_they_were()
+        self._serves_on()
+
+    def _send_all(self) -> None:
+        """Returns when those that run have begun, and the others wait."""
         self.running = [self._send(n) for n in range(self._num_at_once)]
         late = NUM_AT_ONCE if self.cell.workload != cells.LONG else 1
         self.live.until_begun(self.running, 1)
         self.waiting = [self._send(NUM_AT_ONCE + n) for n in range(late)]
         self.live.until_begun(self.running, BEGUN.get(self.cell.workload, USUAL_BEGUN))
-        had = [s.num_tokens for s in self.running]
         assert not any(s.future.done() for s in self.running), "they ended before"
-        if self.cell.when == cells.PAUSE:
-            self._in_a_pause()
-        else:
-            self.treated = self._change(self.cell.mode, self.cell.flush)
-        self.live.wait(self.all)
-        assert not self.live.call("is_paused")
-        self._judge(had)
-        if self.cell.mode == "abort":
-            self._go_on_where_they_were()
-        self._serves_on()
+        self.had = [s.num_tokens for s in self.running]
 
     @property
     def all(self) -> list[Stream]:
@@ -156,20 +167,56 @@ class Scene:
         folder = str(self.subject.folders[label])
         return self.live.call("update_weights_from_disk", folder, label, **commit)
 
+    @contextmanager
+    def _staged(self) -> Iterator[Callable[[], Any]]:
+        """What makes the cell's change, which is staged before, and has its reply.
+
+        To stage takes longer than a request runs, on a machine that decodes fast.
+        """
+        is_staged, goes_on = Event(), Event()
+
+        def gate() -> None:
+            is_staged.set()
+            assert goes_on.wait(PATIENCE_S)
+
+        def change() -> Any:
+            if self.cell.change == cells.ROLLBACK:  # nothing is to be staged
+                gate()
+            return self._change(self.cell.mode, self.cell.flush)
+
+        def commit() -> Any:
+            goes_on.set()
+            return changing.result(timeout=PATIENCE_S)
+
+        self.live.gate = gate
+        changing = in_background(change)
+        try:
+            until(
+                lambda: is_staged.is_set() or changing.done(),
+                "it was not staged",
+                PATIENCE_S,
+            )
+            yield commit
+        finally:
+            goes_on.set()
+            self.live.gate = None
+
     def _change(self, mode: str | None, flush: bool) -> Any:
         """The cell's change of the weights; its reply."""
         commit: dict[str, Any] = {} if mode is None else {"mode": mode}
         if self.cell.change == cells.ROLLBACK:
             return self.live.call("rollback_weights", NEW, **commit)
         commit |= {"flush_cache": True} if flush else {}
-        if self.cell.change == cells.FILES:
+        is_of_files = self.cell.change == cells.FILES
+        if is_of_files and self.live.gate is None:
             return self._load(NEW, **commit)
         with self.live.committing(weight_version=NEW, **commit):
             folder = self.subject.folders[NEW]
-            if self.subject.trainer is not None:
+            if self.subject.trainer is not None and not is_of_files:
                 self.subject.trainer.send(folder)
             else:
-                self.live.start_weight_update()
+                start = StartUpdate(transport="local" if is_of_files else "configured")
+                self.live.control("start", start)
                 self.live.update_weights({"update_info": {"path": str(folder)}})
                 self.live.finish_weight_update()
             return self.live.reply
@@ -183,7 +230,7 @@ class Scene:
         self.treated = pausing.result(timeout=180)
         took = time.monotonic() - asked
         assert live.call("is_paused")
-        time.sleep(SETTLED_S)
+        live.settle()
         before = self._counts()
         if cell.mode == "wait":
             assert all(s.future.done() for s in self.running)
@@ -195,7 +242,7 @@ class Scene:
             reply = self._change(None, False)
             assert reply["weight_version"] == NEW
             assert live.call("is_paused"), "the commit has ended the pause"
-        time.sleep(SETTLED_S)
+        time.sleep(WATCHED_S)
         assert self._counts() == before, "tokens came in the pause"
         self.paused = (asked, time.monotonic())
         live.call("continue_generation")
@@ -216,7 +263,7 @@ class Scene:
         assert took < most, f"the pause took {took:.3f} s"
 
     # ----------------------------------------------------------------- judgements
-    def _judge(self, had: list[int]) -> None:
+    def _judge(self) -> None:
         cell = self.cell
         found = []
         for number, stream in enumerate(self.all):
@@ -234,7 +281,7 @@ class Scene:
         if cell.mode in ("in_place", "retract"):
             self._kept_their_order()
         counts = [stream.num_tokens for stream in self.running]
-        assert all(a >= b for a, b in zip(counts, had, strict=True))
+        assert all(a >= b for a, b in zip(counts, self.had, strict=True))
 
     def _wrong(self, stream: Stream, choice: Choice) -> list[str]:
         return self.subject.replay.wrong(

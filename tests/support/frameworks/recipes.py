@@ -89,9 +89,13 @@ def stand_in(name: str, **content: Any) -> None:
 async def through_an_update(engine: Any, new: Path, work: Any) -> Any:
     """The reply of `work`, while which a version is committed."""
     task = asyncio.create_task(work)
-    while not engine.output_processor.has_unfinished_requests():
-        await asyncio.sleep(0.01)
+    running = engine.output_processor.request_states
+    while all(each.is_prefilling for each in running.values()):
+        await asyncio.sleep(0.001)
+    # Paused, so that the request does not end before an update that is slow.
+    await engine.pause_generation(mode="in_place", flush_cache=False)
     await engine.update_weights_from_disk(str(new), "new")
+    await engine.continue_generation()
     return await task
 
 

@@ -31,16 +31,23 @@ def make_checkpoint(
     layers: int = 2,
     hidden: int = 128,
     vocab: int | None = None,
+    positions: int = 2048,
 ) -> Path:
     """Write a random model in bf16 and its tokenizer into `folder`.
 
     Args:
+        positions: how long a text may be, in tokens.
         vocab: rows of the embedding; at least, and by default, the tokenizer's.
 
     """
     tokenizer = make_tokenizer()
     fields = common_fields(
-        tokenizer, hidden=hidden, layers=layers, vocab=vocab, tied=tied
+        tokenizer,
+        hidden=hidden,
+        layers=layers,
+        vocab=vocab,
+        tied=tied,
+        positions=positions,
     )
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
@@ -57,6 +64,7 @@ def common_fields(
     layers: int = 2,
     vocab: int | None = None,
     tied: bool = False,
+    positions: int = 2048,
 ) -> dict[str, Any]:
     """What the configurations of tiny models have in common."""
     heads = hidden // HEAD_DIM
@@ -68,7 +76,7 @@ def common_fields(
         num_attention_heads=heads,
         num_key_value_heads=max(1, heads // 2),
         head_dim=HEAD_DIM,
-        max_position_embeddings=2048,
+        max_position_embeddings=positions,
         tie_word_embeddings=tied,
         initializer_range=0.3,
         bos_token_id=None,
