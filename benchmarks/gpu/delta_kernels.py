@@ -34,6 +34,7 @@ from vllm.inflight.worker.delta.device_writer import (
     copy_elements,
     own_place,
 )
+from vllm.inflight.worker.delta.targets import Targets
 from vllm.inflight.worker.shadow.change_log import ChangeLog
 from vllm.inflight.worker.shadow.changed_elements import ChangedElements
 from vllm.inflight.worker.shadow.swap import Swap
@@ -132,7 +133,7 @@ def measure(gib: float, share: float) -> dict[str, Any]:
         logs.clear()
         if isinstance(target, ChangeLog):
             target.clear()
-        writer = DeviceWriter(device, live, target, places)
+        writer = DeviceWriter(device, live, target, Targets.of(places))
         for each in decoded:
             writer.write(each, logs.append)
 

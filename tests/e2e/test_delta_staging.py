@@ -34,6 +34,7 @@ from tests.e2e.test_deltas import (  # noqa: F401 (tests, run here with delta st
     test_a_version_without_a_change_is_a_version,
     test_after_another_trainers_version_the_whole_one_is_sent,
     test_one_tensor_of_a_fused_parameter_may_change_alone,
+    test_small_deltas_keep_the_namespace_of_kv_and_a_large_one_begins_another,
     test_when_most_has_changed_the_whole_version_is_sent,
     tokens,
 )
@@ -725,6 +726,9 @@ def test_two_ranks_serve_what_deltas_and_whole_versions_lead_to(
     wholes = seen["wholes"]
     assert seen["deltas"] == [[True, *whole] for whole in wholes[:-1]]
     assert seen["rolled back"] == wholes[-3]
+    # Those of versions that followed each other both times.
+    assert all(seen["drifts"][1:])
+    assert seen["drifts"][1:] == seen["drifts of wholes"][1:-1]
     assert seen["after that"] == [True, *wholes[-1]]
     assert seen["scrubbed"] == "equal"
     assert "swap of this rank alone" in seen["refusal"]

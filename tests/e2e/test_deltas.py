@@ -14,6 +14,8 @@ from vllm.config.weight_transfer import WeightTransferConfig
 from tests.support.deltas import delta_between, stepped
 from tests.support.engines.probe import outputs_during
 from tests.support.engines.script import run_script
+from vllm.inflight.engine.scheduling.prefix_cache import NamespacePolicy
+from vllm.inflight.engine.scheduling.scheduler_state import SchedulerState
 from vllm.inflight.errors import (
     BaseMismatch,
     ConfigError,
@@ -84,6 +86,36 @@ def test_a_chain_of_deltas_equals_whole_versions(llm, weights, tmp_path):
         step(weights, seed)
         wholes.append(expected(llm, weights, tmp_path))
     assert chain == wholes
+
+
+def test_small_deltas_keep_the_namespace_of_kv_and_a_large_one_begins_another(
+    llm, weights, new, tmp_path, monkeypatch
+):
+    core = llm.llm_engine.engine_core.engine_core
+    policy = NamespacePolicy.parse("versioned:auto", drift=0.02)
+    scheduling: Any = SchedulerState.of(core.scheduler)
+    monkeypatch.setattr(scheduling, "policy", policy)
+    seen = {}
+    for delta in ("always", "off"):
+        sent = {name: tensor.clone() for name, tensor in weights.items()}
+        llm.update_weights_from_disk(str(new), "far from the first")
+        with Publisher(llm, sent, delta=delta) as to:
+            to.publish("first")
+            drifts, begun = [], []
+            for seed, share in enumerate((0.001, 0.001, 0.5, 0.001)):
+                before = scheduling.cache_epoch
+                step(sent, seed, share)
+                assert to.publish(f"step-{seed}").is_delta == (delta == "always")
+                drifts.append(core.vllm_inflight.live_version.drift)
+                begun.append(scheduling.cache_epoch != before)
+            assert begun == [False, False, True, False]
+            # The version after a delta is compared with what the delta led to.
+            step(sent, 9)
+            expected(llm, sent, tmp_path)
+            drifts.append(core.vllm_inflight.live_version.drift)
+        seen[delta] = drifts
+    assert seen["always"] == seen["off"]
+    assert 0 < max(seen["off"][0], seen["off"][3]) < 0.02 < seen["off"][2]
 
 
 def test_after_another_trainers_version_the_whole_one_is_sent(llm, weights, new):
@@ -405,5 +437,8 @@ def test_two_ranks_serve_what_deltas_lead_to(old, parallel):
     wholes = seen["wholes"]
     assert seen["deltas"] == [[True, *whole] for whole in wholes[:-1]]
     assert seen["rolled back"] == wholes[-3]
+    # Those of versions that followed each other both times.
+    assert all(seen["drifts"][1:])
+    assert seen["drifts"][1:] == seen["drifts of wholes"][1:-1]
     assert seen["after that"] == [True, *wholes[-1]]
     assert seen["scrubbed"] == "equal"

@@ -244,7 +244,7 @@ class Manifest:
         """The whole manifest of `packed`."""
         tensors: dict[str, TensorSpec] = {}
         for specs in blocks(packed["tensors"], _specs):
-            tensors.update((spec.name, spec) for spec in specs)
+            tensors.update({spec.name: spec for spec in specs})
             yield
         name_map = yield from unpack(packed["name_map"])
         return replace(cls.head(packed), tensors=tensors, name_map=name_map)

@@ -64,14 +64,18 @@ def main(
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
         return llm.weight_info()["digest"], tokens
 
+    def drift() -> Any:
+        return llm.weight_update_status()["outcomes"][0]["result"]["drift"]
+
     file = Path(folder) / "model.safetensors"
     weights, seen = load_file(file), dict[str, Any]()
     with Publisher(llm, lambda: weights) as to:
         to.publish()
-        seen["deltas"] = []
+        seen["deltas"], seen["drifts"] = [], []
         for seed in range(NUM_STEPS):
             weights = stepped(weights, seed)
             seen["deltas"].append((to.publish().is_delta, *served()))
+            seen["drifts"].append(drift())
         to.rollback()
         seen["rolled back"] = served()
         to.rollback()
@@ -88,13 +92,14 @@ def main(
             llm.rollback_weights()
             seen["back after it"].append(served())
     seen["scrubbed"] = llm.verify_weights()["result"]
-    weights, seen["wholes"] = load_file(file), []
+    weights, seen["wholes"], seen["drifts of wholes"] = load_file(file), [], []
     with tempfile.TemporaryDirectory() as root:
         for seed in range(NUM_STEPS + 1):
             weights = stepped(weights, seed)
             save_file(weights, Path(root) / "model.safetensors")
             llm.update_weights_from_disk(str(Path(root) / "model.safetensors"))
             seen["wholes"].append(served())
+            seen["drifts of wholes"].append(drift())
         if staging == "delta":
             with suppress(Exception):  # executors raise different ones
                 llm.collective_rpc("tests_fail_as_it_writes")

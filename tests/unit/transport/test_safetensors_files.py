@@ -23,7 +23,7 @@ from tests.support.broken_files import BROKEN, F32, header
 from tests.support.transports.checkpoints import everything, written
 from tests.support.transports.peers import digests, open_things, process
 from vllm.inflight.errors import Malformed
-from vllm.inflight.transport.files import receiver_engine
+from vllm.inflight.transport.files import receiver_engine, safetensors_files
 from vllm.inflight.transport.files.receiver_engine import read_files
 from vllm.inflight.transport.files.safetensors_files import DTYPES, Stored, TensorFiles
 
@@ -66,6 +66,39 @@ def test_tensors_read_one_by_one_use_two_buffers(tmp_path: Path) -> None:
             kept.append((name, tensor))
     assert len(places) == 3  # and one more, for that which is kept
     assert all(torch.equal(tensor, named[name]) for name, tensor in kept)
+
+
+@pytest.mark.parametrize(
+    ("filling", "is_looked_at", "is_valid"),
+    [(b" " * 5000, False, True), (b"\n" + b" " * 9, True, True), (b" x ", True, False)],
+)
+def test_spaces_that_fill_a_header_up_are_not_looked_at(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    filling: bytes,
+    is_looked_at: bool,
+    is_valid: bool,
+) -> None:
+    texts: list[str] = []
+    real = safetensors_files._pairs
+
+    def noted(text: str) -> Any:
+        texts.append(text)
+        return real(text)
+
+    monkeypatch.setattr(safetensors_files, "_pairs", noted)
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    text = json.dumps({"t": entry}).encode()
+    file = tmp_path / "filled.safetensors"
+    size = struct.pack("<Q", len(text) + len(filling))
+    file.write_bytes(size + text + filling + struct.pack("<ff", 1.0, 2.0))
+    if is_valid:
+        ((_, tensor),) = read_files([file])
+        assert tensor.tolist() == [1.0, 2.0]
+    else:
+        with pytest.raises(Malformed):
+            list(read_files([file]))
+    assert texts == [(text + filling * is_looked_at).decode()]
 
 
 def test_large_tensors_are_read_side_by_side(

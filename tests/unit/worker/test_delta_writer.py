@@ -24,7 +24,7 @@ from vllm.inflight.errors import (
 from vllm.inflight.messages import Status
 from vllm.inflight.update import Manifest, TensorSpec
 from vllm.inflight.worker.memory.arena import Arena
-from vllm.inflight.worker.verify.drift import Sampler, drift
+from vllm.inflight.worker.verify.drift import Sampler, Samples, drift
 from vllm.inflight.worker.verify.ignored_tensors import IgnoredTensors
 
 Weights = dict[str, torch.Tensor]
@@ -199,12 +199,15 @@ def test_the_drift_of_a_delta_is_that_of_whole_versions(sets):
     told: list[Any] = []
     sets.stager.staged = told.append
     staged(sets, old, new)
-    samplers = [Sampler(), Sampler()]
-    for sampler, weights in zip(samplers, (old, new), strict=True):
-        sampler.add(sorted(weights.items()))
-    expected = drift(*(sampler.samples() for sampler in samplers))
+    expected = drift(samples_of(old), samples_of(new))
     assert expected and expected["overall"]
     assert drift(sets.stager.served.samples, told[0].samples) == expected
+
+
+def samples_of(weights: Weights) -> Samples:
+    sampler = Sampler()
+    sampler.add(sorted(weights.items()))
+    return sampler.samples()
 
 
 def test_deltas_go_under_the_layers_of_adapters():
@@ -253,10 +256,9 @@ def test_a_delta_of_tensors_without_a_use_takes_their_digests(with_head: Sets):
 def test_a_tied_head_has_the_drift_of_its_embedding(with_head: Sets):
     new = headed(stepped(version(1), 5))
     staged(with_head, headed(version(1)), new)
-    sampler, served = Sampler(), with_head.stager.served
-    sampler.add(sorted(new.items()))
+    served = with_head.stager.served
     brought = with_head.stager.versions.staged.content.samples
-    expected = drift(served.samples, sampler.samples())
+    expected = drift(served.samples, samples_of(new))
     assert expected["overall"] and drift(served.samples, brought) == expected
 
 
@@ -400,8 +402,13 @@ def statuses_of(
                 sets.stager.flip()
             manifest, parts = delta(halves(2), NEW, sets.stager.served.digest())
             sets.stage(parts.items(), manifest=manifest)
-            # A rank without the whole of each tensor does not know the drift.
-            assert sets.stager.versions.staged.content.samples is None
+            # Each rank knows the drift of tensors that it serves a part of.
+            assert (
+                drift(samples_of(NEW), sets.stager.versions.staged.content.samples)[
+                    "overall"
+                ]
+                == 0
+            )
             shares, unfilled = sets.intake.shares, sets.intake.unfilled
             assert unfilled == [n for n in NEW if n not in (*rank.names, *unused)]
             statuses.append(

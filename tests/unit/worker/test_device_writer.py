@@ -10,12 +10,13 @@ import torch
 from tests.support.deltas import random_bits, scattered, with_changes
 from tests.support.shadow_on_host import shows, version
 from tests.support.triton_compiler import compile_for_gpu, succeeds
-from tests.unit.worker.test_delta_writer import delta, started, stepped
+from tests.unit.worker.test_delta_writer import delta, samples_of, started, stepped
 from vllm.inflight import ops
 from vllm.inflight.delta import Encoder, decode
 from vllm.inflight.errors import Malformed
 from vllm.inflight.worker.delta.destinations import Destinations
 from vllm.inflight.worker.delta.device_writer import DeviceWriter, copy_elements, warm
+from vllm.inflight.worker.delta.targets import Targets
 from vllm.inflight.worker.delta.writer import DeltaWriter
 from vllm.inflight.worker.memory.arena import Arena
 from vllm.inflight.worker.replay_plan import Copied, Entry, view_of
@@ -23,6 +24,7 @@ from vllm.inflight.worker.shadow.change_log import ChangeLog
 from vllm.inflight.worker.shadow.changed_elements import elements
 from vllm.inflight.worker.shadow.swap import swap_reference
 from vllm.inflight.worker.staging import loader
+from vllm.inflight.worker.verify.drift import drift
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -89,7 +91,7 @@ def check() -> None:
         entry(old[name], copied(old[name], param, part_of, view))
         for name, (param, part_of, view) in views.items()
     ]
-    writer = DeviceWriter(CPU, live, shadow, places)
+    writer = DeviceWriter(CPU, live, shadow, Targets.of(places))
     logs = []
 
     def note(log):
@@ -142,7 +144,7 @@ def check_logged(changes, places, live, expected, results) -> None:
     """With delta staging the same goes into a log, and nothing is written yet."""
     before = {name: param.clone() for name, param in live.items()}
     log = ChangeLog(CPU, 1 << 20)
-    writer = DeviceWriter(CPU, live, log, places)
+    writer = DeviceWriter(CPU, live, log, Targets.of(places))
     writer.write(changes, note=None)
     assert writer.results().tolist() == results
     # No room is taken by what other ranks serve.
@@ -155,7 +157,7 @@ def check_logged(changes, places, live, expected, results) -> None:
         bits = ops.INTEGERS[param.itemsize]
         assert torch.equal(elements(before[name], bits), elements(param, bits)), name
     small = ChangeLog(CPU, 1 << 10)
-    DeviceWriter(CPU, live, small, places).write(changes, None)
+    DeviceWriter(CPU, live, small, Targets.of(places)).write(changes, None)
     assert small.num_bytes == log.num_bytes
     assert not small.has_room
 
@@ -196,7 +198,7 @@ def staged() -> None:
     class OnDevice(DeltaWriter):
         def begin(self):
             super().begin()
-            self._on_device = DeviceWriter(CPU, self._live, self._new, self._places)
+            self._on_device = DeviceWriter(CPU, self._live, self._new, self._targets)
 
     loader.DeltaWriter = OnDevice
     with Arena.open(CPU, 1 << 26) as arena:
@@ -214,6 +216,8 @@ def staged() -> None:
             assert shows(sets.second, new)
             sets.stager.flip()
             assert shows(sets.live, new)
+            samples = sets.stager.served.samples
+            assert drift(samples_of(new), samples)["overall"] == 0
             old = new
 
 
@@ -223,8 +227,9 @@ def warmed() -> None:
     from vllm.inflight.worker.delta import triton_kernels as kernels
 
     ran = []
-    names = ["decode_gaps", "decode_others", "write", "copy"]
-    for module, name in zip((codec, codec, kernels, kernels), names, strict=True):
+    names = ["decode_gaps", "decode_others", "write", "sample", "copy"]
+    rooms = codec, codec, kernels, kernels, kernels
+    for module, name in zip(rooms, names, strict=True):
         real = getattr(module, name)
 
         def run(*args, real=real, name=name, **options):

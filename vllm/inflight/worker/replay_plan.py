@@ -137,7 +137,7 @@ class Plan:
     @property
     def num_proved(self) -> int:
         """How many tensors are loaded by replay."""
-        return sum(entry.is_proved for entry in self._entries.values())
+        return sum([entry.is_proved for entry in self._entries.values()])
 
     def items(self) -> Iterable[tuple[str, Entry]]:
         """(name, entry) of every recorded tensor."""

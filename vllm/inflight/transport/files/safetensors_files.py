@@ -227,7 +227,7 @@ class Entries:
         begins, ends = array("q"), array("q")
         known: set[str] = set()
         try:
-            for name, entry in _pairs(header.decode()):
+            for name, entry in _pairs(_without_filling(header).decode()):
                 if name == METADATA:
                     _check_metadata(entry)
                     continue
@@ -273,6 +273,17 @@ def _header(file: Path, descriptor: int) -> tuple[bytes, int]:
     ):
         raise broken(file, "it does not begin with the length of a header")
     return os.pread(descriptor, length, LENGTH_BYTES), size
+
+
+def _without_filling(header: bytes) -> bytes:
+    """A header without the spaces behind its object.
+
+    Writers leave room for a header and fill it up. To look at each of four million
+    spaces would keep the interpreter's lock for 10 ms.
+    """
+    end = header.rfind(b"}") + 1
+    is_filled = header[end:] == b" " * (len(header) - end)
+    return header[:end] if is_filled else header
 
 
 def _pairs(text: str) -> Iterator[tuple[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
 
 import numpy as np
 import torch
@@ -12,10 +11,13 @@ from vllm.inflight import ops
 from vllm.inflight.delta import Encoder, Part, decode
 from vllm.inflight.delta.decode import DecodedPart, before
 from vllm.inflight.delta.device_decode import Table, launch_table
+from vllm.inflight.worker.delta.changed_samples import ChangedSamples
 from vllm.inflight.worker.delta.destinations import Destinations, follow
+from vllm.inflight.worker.delta.targets import Targets
 from vllm.inflight.worker.replay_plan import Copied, Entry
 from vllm.inflight.worker.shadow.change_log import ChangeLog
 from vllm.inflight.worker.shadow.changed_elements import ChangedElements, Stretch
+from vllm.inflight.worker.verify.drift import Sampler
 
 Params = Mapping[str, torch.Tensor]
 
@@ -27,7 +29,7 @@ class DeviceWriter:
         device: of the parameters.
         live: the served parameters.
         shadow: the shadow parameters, or the log that stands for them.
-        places: where the elements of each tensor of the delta are served.
+        targets: what the tensors of the delta are written into.
 
     """
 
@@ -36,35 +38,22 @@ class DeviceWriter:
         device: torch.device,
         live: Params,
         shadow: Params | ChangeLog,
-        places: Sequence[Destinations],
+        targets: Targets,
     ) -> None:
         from vllm.inflight.worker.delta.triton_kernels import COLUMNS, SUMS
 
-        self._device, self._shadow = device, shadow
-        self._copies = [copied for each in places for copied in each.copies]
-        self._params = [copied.param for copied in self._copies]
-        self._is_cut = np.array(
-            [not each.is_whole(copied) for each in places for copied in each.copies],
-            dtype=bool,
-        )
-        self._num_copies = np.array([len(each.copies) for each in places])
-        self._first_copy = before(self._num_copies)
-        number = np.repeat(np.arange(len(places)), self._num_copies)
-        dtypes = [each.entry.dtype for each in places]
+        self._device, self._shadow, self._targets = device, shadow, targets
         # Of each copy, the columns that are the same for all parts.
-        self._rows = np.zeros((len(number), COLUMNS), dtype=np.int64)
-        self._rows[:, 2] = _addresses(live, self._params)
+        self._rows = np.zeros((len(targets.copies), COLUMNS), dtype=np.int64)
+        self._rows[:, 2] = _addresses(live, targets.params)
         if not isinstance(shadow, ChangeLog):
-            self._rows[:, 3] = _addresses(shadow, self._params)
-        self._rows[:, 7] = number
-        self._rows[:, 9] = np.array([ops.nonfinite_limit(d) for d in dtypes])[number]
-        self._rows[:, 10] = np.array([ops.NAN_BYTES.get(d, -1) for d in dtypes])[number]
-        steps = np.concatenate([each.steps for each in places])
-        self._rows[:, 11:13], self._rows[:, 16:] = steps[:, :2], steps[:, 2:]
-        self._are_flat = np.concatenate([each.are_flat for each in places])
-        sizes = [prod(copied.part[1]) for copied in self._copies]
-        self._rows[:, 16] = np.where(self._are_flat, sizes, self._rows[:, 16])
-        shape = len(places), SUMS
+            self._rows[:, 3] = _addresses(shadow, targets.params)
+        tensors = targets.tensors
+        number = np.repeat(np.arange(len(tensors)), tensors[:, 3])
+        self._rows[:, 7], self._rows[:, 9:11] = number, tensors[number, 1:3]
+        self._rows[:, 11:13] = targets.steps[:, :2]
+        self._rows[:, 16:] = targets.steps[:, 2:]
+        shape = len(tensors), SUMS
         self._sums = torch.zeros(shape, dtype=torch.int64, device=device)
 
     def write(
@@ -80,13 +69,11 @@ class DeviceWriter:
         """
         from vllm.inflight.worker.delta import triton_kernels as kernels
 
-        num_copies = self._num_copies[changes.numbers]
-        group = np.repeat(np.arange(len(changes)), num_copies)
-        copy = np.arange(len(group)) - before(num_copies)[group]
-        copy += self._first_copy[changes.numbers][group]
+        targets = self._targets
+        copy, group = targets.copies_of(changes.numbers)
         rows, counts = self._rows[copy], changes.counts[group]
         widths = changes.widths[group]
-        params = [self._params[number] for number in copy.tolist()]
+        params = [targets.params[number] for number in copy.tolist()]
         rows[:, 0] = changes.places.data_ptr() + 8 * changes.first_places[group]
         rows[:, 1] = changes.bits.data_ptr() + changes.first_bytes[group]
         rows[:, 8] = changes.are_differences[group]
@@ -108,7 +95,7 @@ class DeviceWriter:
             columns = firsts.tolist(), (firsts + counts).tolist(), widths.tolist()
             note(ChangedElements(offsets, tuple(map(Stretch, params, *columns))))
         rows[:, 5] = counts
-        are_flat = self._are_flat[copy]
+        are_flat = targets.are_flat[copy]
         kinds = zip(widths.tolist(), are_flat.tolist(), strict=True)
         for width, is_flat in sorted(set(kinds)):
             own = (widths == width) & (are_flat == is_flat)
@@ -142,10 +129,10 @@ class DeviceWriter:
 
         """
         held: list[torch.Tensor] = []
-        cut = np.flatnonzero(self._is_cut[copy]).tolist()
+        cut = np.flatnonzero(self._targets.is_cut[copy]).tolist()
         groups = list(changes) if cut else []
         for row in cut:
-            copied, own = self._copies[copy[row]], groups[group[row]]
+            copied, own = self._targets.copies[copy[row]], groups[group[row]]
             _, is_here = follow(own.places, copied.part, copied.view)
             (chosen,) = is_here.nonzero(as_tuple=True)
             places, bits = own.places[chosen], own.bits[chosen]
@@ -198,9 +185,15 @@ def warm(
         )
         log = ChangeLog(device, 1 << 12) if is_logged else None
         places = [own_place(*each) for each in enumerate(olds)]
-        writer = DeviceWriter(device, live, shadow if log is None else log, places)
+        target = shadow if log is None else log
+        writer = DeviceWriter(device, live, target, Targets.of(places))
         logs: list[ChangedElements] = []
-        writer.write(decode(part), logs.append)
+        changes = decode(part)
+        writer.write(changes, logs.append)
+        sampler = Sampler(device=device)
+        sampler.add([(str(number), old.to(device)) for number, old in enumerate(olds)])
+        sizes = np.array([old.numel() for old in olds])
+        ChangedSamples(sampler.samples(), [*map(str, range(3))], sizes).write(changes)
         for each in logs:
             copy_elements(each, live, shadow)
         writer.results()

@@ -26,7 +26,9 @@ class Order:
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
         self._specs = specs
         self._sizes = [prod(spec.shape) for spec in specs]
-        self._widths = [getattr(torch, spec.dtype).itemsize for spec in specs]
+        dtypes = {spec.dtype for spec in specs}
+        widths = {dtype: getattr(torch, dtype).itemsize for dtype in dtypes}
+        self._widths = [widths[spec.dtype] for spec in specs]
         self._end = (-1, 0)
         """Tensor and element up to which changes have come."""
 

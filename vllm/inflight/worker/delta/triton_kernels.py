@@ -1,6 +1,7 @@
 """Writing a delta on a GPU: one launch for all changes of a part.
 
-The changes go into the shadow parameters, or into the log of delta staging.
+The changes go into the shadow parameters, or into the log of delta staging. Another
+launch writes them into the samples of the version.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import triton
 import triton.language as tl
 
 from vllm.inflight.ops.triton_kernels import change_terms
+from vllm.inflight.worker.verify.drift import NUM_RUNS, RUN
 
 BLOCK = 1024
 """Changes that a program writes."""
@@ -26,6 +28,12 @@ multiprocessor has too few programs to wait for the memory with."""
 
 COPY_COLUMNS = 5
 """int64 values of a row of `copy`."""
+
+SAMPLE_COLUMNS = 7
+"""int64 values of a row of `sample`."""
+
+SEARCH_STEPS = 27
+"""Halvings after which one of 2**26 changes is found; no part has more."""
 
 SUMS = 4
 """int64 values of the sums of a tensor: both halves of what its digest changes by, the
@@ -126,6 +134,45 @@ def _copy(rows, owners, INTEGER: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(shadow + offset, value, mask=is_here)
 
 
+@triton.jit(do_not_specialize_on_alignment=["rows"])
+def _sample(
+    rows,
+    INTEGER: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    RUNS: tl.constexpr,
+    RUN: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    row = rows + tl.program_id(0).to(tl.int64) * COLUMNS
+    places = tl.load(row).to(tl.pointer_type(tl.int64))
+    bits = tl.load(row + 1).to(tl.pointer_type(INTEGER))
+    num = tl.load(row + 2)
+    is_added = tl.load(row + 3)
+    sample = tl.load(row + 4).to(tl.pointer_type(INTEGER))
+    size = tl.load(row + 5)
+    run = tl.arange(0, RUNS).to(tl.int64)
+    first = run * tl.load(row + 6)
+    # The first change that is not before each run: places increase.
+    low = tl.zeros((RUNS,), tl.int64)
+    high = low + num
+    for _ in range(STEPS):
+        is_open = low < high
+        middle = (low + high) >> 1
+        place = tl.load(places + middle, mask=is_open, other=0)
+        is_before = is_open & (place < first)
+        low = tl.where(is_before, middle + 1, low)
+        high = tl.where(is_open & (place >= first), middle, high)
+    at = low[:, None] + tl.arange(0, RUN)[None, :]
+    inside = at < num
+    to = tl.load(places + at, mask=inside, other=-1) - first[:, None]
+    target = run[:, None] * RUN + to
+    inside &= (to >= 0) & (to < RUN) & (target < size)
+    change = tl.load(bits + at, mask=inside, other=0)
+    before = tl.load(sample + target, mask=inside, other=0)
+    now = tl.where(is_added + tl.zeros_like(at) != 0, before + change, change)
+    tl.store(sample + target, now.to(INTEGER), mask=inside)
+
+
 def write(
     rows: torch.Tensor,
     owners: torch.Tensor,
@@ -171,3 +218,24 @@ def copy(rows: torch.Tensor, owners: torch.Tensor, width: int) -> None:
 
     """
     _copy[(len(owners),)](rows, owners, INTEGER=INTEGERS[width], BLOCK=BLOCK)
+
+
+def sample(rows: torch.Tensor, width: int) -> None:
+    """Write changes of one element width into samples.
+
+    Args:
+        rows: int64 [groups, SAMPLE_COLUMNS] on the GPU: addresses of the places and of
+            the bits, number of changes, whether the bits are added, address of the
+            sample, number of its elements, and places from run to run.
+        width: bytes of an element.
+
+    """
+    _sample[(len(rows),)](
+        rows,
+        INTEGER=INTEGERS[width],
+        COLUMNS=SAMPLE_COLUMNS,
+        RUNS=NUM_RUNS,
+        RUN=RUN,
+        STEPS=SEARCH_STEPS,
+        num_warps=NUM_WARPS,
+    )

@@ -17,8 +17,7 @@ change are those of the served version, whose digest is known.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
-from math import prod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -31,6 +30,7 @@ from vllm.inflight.delta.part import bring_tables
 from vllm.inflight.delta.parts import ArrivingParts, Pair
 from vllm.inflight.errors import Cause, DeltaUnsupported, Malformed
 from vllm.inflight.update import TensorSpec
+from vllm.inflight.worker.delta.changed_samples import ChangedSamples
 from vllm.inflight.worker.delta.destinations import (
     Destinations,
     Found,
@@ -39,6 +39,7 @@ from vllm.inflight.worker.delta.destinations import (
 from vllm.inflight.worker.delta.device_writer import DeviceWriter, copy_elements
 from vllm.inflight.worker.delta.order import Order
 from vllm.inflight.worker.delta.shares import Term, share
+from vllm.inflight.worker.delta.targets import KnownTargets, Targets
 from vllm.inflight.worker.model.layers import parameters_by_name
 from vllm.inflight.worker.replay_plan import Entry
 from vllm.inflight.worker.shadow.carry_over import copy_unsent
@@ -50,7 +51,6 @@ from vllm.inflight.worker.shadow.changed_elements import (
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.verify.checks import IS_TIED, untied
 from vllm.inflight.worker.verify.content import Content, Facts
-from vllm.inflight.worker.verify.drift import Sampler, Samples, sample_places
 
 Problem = tuple[str, Cause, str]
 """A tensor, what is wrong with it, and the sentence that says so."""
@@ -96,12 +96,9 @@ class DeltaWriter:
         """The shadow parameters; none with delta staging."""
         if self._log is None:
             self._new = parameters_by_name(shadow.module)
-        self._places: list[Destinations] = []
-        """Of each tensor that the delta changes."""
-        self._is_idle = np.zeros(len(self._specs), dtype=bool)
-        """Whether the engine has no use for a tensor; then nothing is written of it."""
-        self._dtypes = [getattr(torch, spec.dtype) for spec in self._specs]
-        self._announced = _halves(spec.digest for spec in self._specs)
+        self._targets = Targets.of([])
+        """What the tensors are written into; known when it has begun."""
+        self._announced = _halves([spec.digest for spec in self._specs])
         """The digest of each tensor, in halves."""
         self._sums = np.zeros((len(self._specs), 2), dtype=np.uint64)
         """What the digest of each tensor changes by."""
@@ -111,8 +108,8 @@ class DeltaWriter:
         """Changed elements that have come of each tensor."""
         self._num_written = np.zeros(len(self._specs), dtype=np.int64)
         """Of these, the elements that this rank serves."""
-        self._taken: Samples | None = None
-        """Of the changed tensors, as they are now."""
+        self._samples: ChangedSamples | None = None
+        """Those of the version that the delta leads to; None if they are not known."""
         self._on_device: DeviceWriter | None = None
         self._faults: list[torch.Tensor | None] = []
         """Of parts that were decoded on the GPU, whose data may be malformed."""
@@ -125,10 +122,7 @@ class DeltaWriter:
 
         """
         assert self._shadow.module is not None
-        known = KnownDestinations.of(self._shadow.module)
-        self._places = [
-            self._find(number, spec, known) for number, spec in enumerate(self._specs)
-        ]
+        self._targets = self._found_targets(self._shadow.module)
         for name in self.params if self._log is None else ():
             if self._new[name].device != self._live[name].device:
                 raise DeltaUnsupported(
@@ -138,12 +132,15 @@ class DeltaWriter:
                 )
         if self._log is None:
             bring_up(self._shadow, self._live, self._new, self._between)
+        if self._served.samples is not None:
+            names, sizes = list(self._facts), self._targets.tensors[:, 0]
+            self._samples = ChangedSamples(self._served.samples, names, sizes)
         if self._shadow.device.type == "cuda":
             self._on_device = DeviceWriter(
                 self._shadow.device,
                 self._live,
                 self._new if self._log is None else self._log,
-                self._places,
+                self._targets,
             )
 
     def take(self, pairs: Iterable[Pair]) -> None:
@@ -185,14 +182,12 @@ class DeltaWriter:
         if self._log is not None:
             self._log.require_room()
         if self._on_device is not None:
-            # Enqueued before the GPU is waited for. Of wrong tensors they are dropped.
-            self._taken = self._samples()
             results = self._on_device.results()
             self._sums = results[:, :2].view(np.uint64)
             self._num_bad, self._num_written = results[:, 2], results[:, 3]
         digests = self._served_digests + self._sums  # modulo 2**64
         is_wrong = (digests != self._announced).any(1)
-        is_wrong &= np.array([each.has_all for each in self._places], dtype=bool)
+        is_wrong &= self._targets.has_all
         is_bad = (self._num_bad > 0) & (not self._allow_nonfinite)
         found: list[Problem] = []
         for number in np.flatnonzero(is_wrong | is_bad | (self._num_entries == 0)):
@@ -237,25 +232,23 @@ class DeltaWriter:
     @functools.cached_property
     def params(self) -> set[str]:
         """The parameters that the delta writes; known when it has begun."""
-        return {param for places in self._places for param in places.params}
+        return set(self._targets.params)
 
     def shares(self) -> list[int] | None:
         """This rank's share of the tensors that are cut over ranks, and the sum of all
         shares; None if there is no other rank. See shares.py."""
         if self._shadow.is_alone:
             return None
-        cut = [n for n, p in enumerate(self._places) if p.copies and not p.has_all]
+        targets = self._targets
+        is_cut = (targets.tensors[:, 3] > 0) & ~targets.has_all
+        cut = np.flatnonzero(is_cut).tolist()
         return share(map(self._found, cut)) + share(map(self._expected, cut))
 
     @property
     def unserved(self) -> list[str]:
         """The announced tensors that another rank has to serve."""
-        each = zip(self._specs, self._places, self._is_idle, strict=True)
-        return [
-            spec.name
-            for spec, places, is_idle in each
-            if not places.copies and not is_idle
-        ]
+        is_unserved = (self._targets.tensors[:, 3] == 0) & ~self._targets.is_idle
+        return [self._specs[n].name for n in np.flatnonzero(is_unserved).tolist()]
 
     def _found(self, number: int) -> Term:
         """What this rank has found of a tensor that is cut."""
@@ -265,16 +258,15 @@ class DeltaWriter:
     def _expected(self, number: int) -> Term:
         """What all ranks should find of it together."""
         a, b = (self._announced[number] - self._served_digests[number]).tolist()
-        holders = self._places[number].num_holders(self._shadow.tp_size)
+        holders = self._targets.places[number].num_holders(self._shadow.tp_size)
         difference = ops.Digest(a * holders % 2**64, b * holders % 2**64)
         num = int(self._num_entries[number]) * holders
         return self._specs[number].name, difference, num
 
     def content(self) -> Content:
         """The content of the changed tensors."""
-        if self._on_device is None:
-            self._taken = self._samples()
-        return Content(self._facts, self._taken)
+        samples = None if self._samples is None else self._samples.samples()
+        return Content(self._facts, samples)
 
     @functools.cached_property
     def _facts(self) -> dict[str, Facts]:
@@ -288,9 +280,22 @@ class DeltaWriter:
             for spec, (a, b) in zip(self._specs, self._announced.tolist(), strict=True)
         }
 
+    def _found_targets(self, module: torch.nn.Module) -> Targets:
+        """What the tensors are written into; raises as `begin`."""
+        known = KnownDestinations.of(module)
+        facts, specs = self._served.facts, self._specs
+        forms = [(spec.name, spec.shape, spec.dtype) for spec in specs]
+        served = [(n, *facts[n][1::-1]) if n in facts else None for n, _, _ in forms]
+        if forms != served:
+            for spec in specs:
+                self._find(spec, known)  # raises for one of them
+        kept = KnownTargets.of(module, self._shadow.plan.number)
+        return kept.find(forms, specs, functools.partial(self._find, known=known))
+
     def _find(
-        self, number: int, spec: TensorSpec, known: KnownDestinations
-    ) -> Destinations:
+        self, spec: TensorSpec, known: KnownDestinations
+    ) -> tuple[Destinations, bool]:
+        """Where a tensor is served, and whether the engine has no use for it."""
         facts = self._served.facts.get(spec.name)
         plan, is_shared = self._shadow.plan, self._shadow.is_whole_over_ranks
         entry = plan.known(spec.name) or self._shadow.kept.known(spec.name)
@@ -298,7 +303,6 @@ class DeltaWriter:
         is_idle = found is None and self._shadow.ignored.is_spare(spec.name)
         if is_idle or (is_shared and entry is None and plan.passes_over(spec.name)):
             found = Destinations.nowhere(spec.shape, getattr(torch, spec.dtype))
-        self._is_idle[number] = is_idle
         is_served = found is not None and (
             found.has_all or is_idle or (is_shared and found.is_once)
         )
@@ -317,7 +321,7 @@ class DeltaWriter:
                 f"the delta announces {spec.name!r} as {list(spec.shape)} "
                 f"{spec.dtype}, and {list(shape)} {dtype} of it is served"
             )
-        return found
+        return found, is_idle
 
     def _why(self, name: str) -> str:
         """Why a tensor of a quantised layer is not served as a copy."""
@@ -346,6 +350,8 @@ class DeltaWriter:
         np.add.at(self._num_entries, changes.numbers, changes.counts)
         if self._on_device is not None:
             self._on_device.write(changes, self._shadow.note_changed)
+            if self._samples is not None:
+                self._samples.write(changes)
             self._faults.append(changes.fault)
             return
         for each in changes:
@@ -353,8 +359,11 @@ class DeltaWriter:
 
     def _write_on_host(self, changes: Changes) -> None:
         number, bits = changes.number, changes.bits
-        dtype = self._dtypes[number]
-        for found in self._places[number].find(changes.places):
+        places = self._targets.places[number]
+        dtype = places.entry.dtype
+        if self._samples is not None:
+            self._samples.write_on_host(changes)
+        for found in places.find(changes.places):
             if found.chosen is None:
                 at, change = changes.places, bits
             else:
@@ -380,51 +389,13 @@ class DeltaWriter:
         self._shadow.note_changed(ChangedElements(offsets, (stretch,)))
         elements(self._new[found.param], new.dtype)[found.offsets] = new
 
-    def _samples(self) -> Samples | None:
-        """Samples of the changed tensors, read from the shadow weights.
 
-        None if this rank does not serve the whole of one of them. None as well with
-        delta staging, where the new tensors are nowhere as a whole. An idle tensor has
-        no sample but that of its twin, as a tied head has the embedding's.
-        """
-        has_all = np.array([places.has_all for places in self._places], dtype=bool)
-        if self._log is not None or not (has_all | self._is_idle).all():
-            return None
-        served = np.flatnonzero(~self._is_idle).tolist()
-        twins = {self._facts[self._specs[number].name]: number for number in served}
-        shadow = self._shadow
-        sampler = Sampler(shadow.views, shadow.plan, shadow.device)
-        pairs: list[Pair] = []
-        for number, spec in enumerate(self._specs):
-            if self._is_idle[number]:
-                if (twin := twins.get(self._facts[spec.name])) is None:
-                    continue
-                number = twin
-            entry = shadow.plan.known(self._specs[number].name)
-            if entry is not None and entry.home is not None:
-                pairs.append((spec.name, entry.home.tensor))
-            else:
-                pairs.append((spec.name, self._sample(number)))
-        sampler.add(pairs)
-        return sampler.samples()
-
-    def _sample(self, number: int) -> torch.Tensor:
-        """The sample of a tensor that lies in pieces."""
-        dtype, device = self._dtypes[number], self._shadow.device
-        at = sample_places(prod(self._specs[number].shape), device)
-        sample = torch.empty(len(at), dtype=dtype, device=device)
-        for found in self._places[number].find(at):
-            values = elements(self._new[found.param], dtype)[found.offsets]
-            sample[... if found.chosen is None else found.chosen] = values
-        return sample
-
-
-def _halves(digests: Iterable[str | None]) -> NDArray[np.uint64]:
+def _halves(digests: Sequence[str | None]) -> NDArray[np.uint64]:
     """Digests of 32 hex digits in halves, uint64 [n, 2].
 
     A manifest was checked before, so a delta has a valid digest of each tensor.
     """
-    octets = bytes.fromhex("".join(digest or "" for digest in digests))
+    octets = bytes.fromhex("".join([digest or "" for digest in digests]))
     halves = np.frombuffer(octets, dtype=">u8").astype(np.uint64)
     return halves.reshape(-1, 2)
 

@@ -515,7 +515,7 @@ class ScrubSlice:
 
     def is_there(self) -> bool:
         """Whether the parameters lie where they did when they were added."""
-        return all(param.data_ptr() == at for param, at in self._addresses)
+        return all([param.data_ptr() == at for param, at in self._addresses])
 
     def read(self, sums: Sums) -> set[str]:
         """Add all of it; returns the parameters that exist in two different forms."""

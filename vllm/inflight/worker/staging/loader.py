@@ -623,10 +623,30 @@ class UpdateLoader:
 
         with undirected():
             rejection = self._checks.problems_announced(
-                announced, self._shadow.places, ask, are_all=are_all
+                self._unlike_served(announced),
+                self._shadow.places,
+                ask,
+                are_all=are_all,
             )
         if rejection is not None:
             raise rejection
+
+    def _unlike_served(
+        self, announced: Mapping[str, TensorSpec]
+    ) -> Mapping[str, TensorSpec]:
+        """Of a delta, the tensors that are not served in that form.
+
+        The others were accepted when they came for the version that is served.
+        """
+        if not self.is_delta or self._served is None:
+            return announced
+        facts = self._served.facts
+        forms = {n: facts[n][:2] for n in announced.keys() & facts.keys()}
+        return {
+            name: spec
+            for name, spec in announced.items()
+            if name not in forms or forms[name] != (spec.dtype, spec.shape)
+        }
 
     def foresee_files(
         self, announced: TensorList, *, are_all: bool, is_open: bool = False

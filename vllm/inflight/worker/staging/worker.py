@@ -411,7 +411,8 @@ class StagingWorker:
         if old is not None and content is not None and content.samples is not None:
             with undirected():
                 moved = Drift(old, content.samples)
-        flip: Flip = Filled() if fills else self.make_flip()
+        with undirected():
+            flip: Flip = Filled() if fills else self.make_flip()
         module = self.shadow.module
         assert module is not None
         facts = self._facts(content)

@@ -31,8 +31,8 @@ class Content:
 
     facts: Mapping[str, Facts]
     samples: Samples | None
-    """Used for the drift between versions; see drift.py. None after a delta of tensors
-    that are cut over ranks, of which no rank has the whole sample."""
+    """Used for the drift between versions; see drift.py. A delta brings those of all
+    tensors."""
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """The tensors themselves, on the CPU build, for deltas to start from. There the
     served weights are packed, so that no element has a place of its own."""
@@ -44,7 +44,7 @@ class Content:
     def digest(self) -> str:
         """The manifest digest over all tensors."""
         if not self._digests:
-            facts = ((name, *facts) for name, facts in self.facts.items())
+            facts = [(name, *facts) for name, facts in self.facts.items()]
             self._digests.append(ops.manifest_digest(facts))
         return self._digests[0]
 
@@ -75,7 +75,7 @@ class Content:
         """
         if base is None:
             return None
-        if any(name not in base.facts and not is_spare(name) for name in self.facts):
+        if not all(map(is_spare, self.facts.keys() - base.facts.keys())):
             return None
         if self.facts.keys() >= base.facts.keys() and not base.tensors:
             return self  # nothing of `base` is left, and the digest is known

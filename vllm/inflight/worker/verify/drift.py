@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +35,35 @@ make few calls.
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 
 Pair = tuple[str, torch.Tensor]
+Numbers = NDArray[np.int64]
+
+Place = tuple[int, int]
+"""The block of a sample, and the row in the block."""
+
+
+class Places(dict[str, Place]):
+    """Checkpoint name → the place of its sample; it does not change once it is made.
+
+    Versions that deltas lead to have the places of the version before them.
+    """
+
+    @functools.cached_property
+    def table(self) -> tuple[tuple[str, ...], Numbers]:
+        """The names, and their places as int64 [names, 2]."""
+        return tuple(self), _table(self.values())
+
+    def both(self, other: Places) -> tuple[tuple[str, ...], Numbers, Numbers]:
+        """The names that are in both, with their places here and there."""
+        if self is other:
+            names, at = self.table
+            return names, at, at
+        names = tuple(filter(other.__contains__, self))
+        return names, _table(map(self.get, names)), _table(map(other.get, names))
+
+
+def _table(places: Iterable[Place | None]) -> Numbers:
+    """Places as int64 [places, 2]."""
+    return np.array([*places], dtype=np.int64).reshape(-1, 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +78,8 @@ class Samples:
 
     blocks: Sequence[torch.Tensor]
     """Each `[rows, size]`: a row is at most `SIZE` elements, in its tensor's dtype."""
-    places: Mapping[str, tuple[int, int]]
-    """Checkpoint name → its block, and the row in the block."""
+    places: Places
+    """Where the sample of each tensor is."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
         block, row = self.places[name]
@@ -58,11 +87,13 @@ class Samples:
 
     def only(self, wanted: Callable[[str], bool]) -> Samples:
         """The samples whose name is `wanted`."""
-        places = {name: at for name, at in self.places.items() if wanted(name)}
-        return Samples(self.blocks, places)
+        places = ((name, at) for name, at in self.places.items() if wanted(name))
+        return Samples(self.blocks, Places(places))
 
     def over(self, base: Samples) -> Samples:
         """These samples, and the samples of `base` that have other names."""
+        if self.places.keys() >= base.places.keys():
+            return self
         first = len(base.blocks)
         own = {name: (first + block, row) for name, (block, row) in self.places.items()}
         places = {**base.places, **own}
@@ -72,7 +103,7 @@ class Samples:
         blocks = [*base.blocks, *self.blocks]
         return Samples(
             [blocks[block] for block in kept],
-            {name: (number[block], row) for name, (block, row) in places.items()},
+            Places((name, (number[b], row)) for name, (b, row) in places.items()),
         )
 
 
@@ -138,21 +169,13 @@ class Sampler:
             known += names
             parts.append(rows)
         self._taken.clear()
-        places = {
-            name: (block, row)
+        places = Places(
+            (name, (block, row))
             for block, (names, _) in enumerate(alike.values())
             for row, name in enumerate(names)
-        }
+        )
         blocks = [torch.cat(parts).to(self._device) for _, parts in alike.values()]
         return Samples(blocks, places)
-
-
-def sample_places(numel: int, device: torch.device) -> torch.Tensor:
-    """The elements of a row-major tensor that its sample consists of, int64."""
-    if numel < SIZE:
-        return torch.arange(numel, device=device)
-    first = torch.arange(NUM_RUNS, device=device) * (numel // NUM_RUNS)
-    return (first[:, None] + torch.arange(RUN, device=device)).view(-1)
 
 
 def drift(old: Samples | None, new: Samples | None) -> dict[str, object] | None:
@@ -177,26 +200,24 @@ class Drift:
     """
 
     def __init__(self, old: Samples, new: Samples) -> None:
-        # Few and large calls leave the interpreter to other threads.
-        alike: dict[tuple[int, int], list[tuple[str, int, int]]] = {}
-        for name, (now_in, now_at) in new.places.items():
-            if (place := old.places.get(name)) is not None:
-                was_in, was_at = place
-                alike.setdefault((was_in, now_in), []).append((name, was_at, now_at))
-        self._compared: list[str] = []
+        names, now, was = new.places.both(old.places)
+        self._layers, layer_of = _layers(names)
+        kinds = was[:, 0] * len(new.blocks) + now[:, 0]
+        compared: list[Numbers] = []
         squares: list[torch.Tensor] = []
-        for (was_in, now_in), group in alike.items():
+        # Few and large calls leave the interpreter to other threads.
+        for kind in np.unique(kinds).tolist():
+            was_in, now_in = divmod(kind, len(new.blocks))
             blocks = old.blocks[was_in], new.blocks[now_in]
             if blocks[0].shape[1] != blocks[1].shape[1]:
                 continue  # of another size now
-            for part in _parts(group, blocks[1]):
-                names, *rows = zip(*part, strict=True)
-                was, now = (
-                    _rows(block, at).float()
-                    for block, at in zip(blocks, rows, strict=True)
-                )
-                self._compared += names
-                squares.append(torch.stack([now - was, was]).square().sum(2))
+            for part in _parts(np.flatnonzero(kinds == kind), blocks[1]):
+                before = _rows(blocks[0], was[part, 1]).float()
+                after = _rows(blocks[1], now[part, 1]).float()
+                compared.append(layer_of[part])
+                squares.append(torch.stack([after - before, before]).square().sum(2))
+        self._numbers = np.concatenate(compared or [layer_of[:0]])
+        """The layer of each tensor that is compared."""
         self._squares: torch.Tensor | None = None
         self._read: torch.cuda.Event | None = None
         if squares:
@@ -213,27 +234,26 @@ class Drift:
             return {"overall": _ratio(0.0, 0.0), "layers": {}}
         if self._read is not None:
             self._read.synchronize()
-        layers, numbers = _layers(tuple(self._compared))
         moved, lengths = (
-            np.bincount(numbers, weights=row).tolist() for row in self._squares.numpy()
+            np.bincount(self._numbers, weights=row).tolist()
+            for row in self._squares.numpy()
         )
+        known = sorted(set(self._numbers.tolist()))
         return {
             "overall": _ratio(sum(moved), sum(lengths)),
-            "layers": dict(zip(layers, map(_ratio, moved, lengths), strict=True)),
+            "layers": {self._layers[n]: _ratio(moved[n], lengths[n]) for n in known},
         }
 
 
-def _rows(block: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+def _rows(block: torch.Tensor, rows: Numbers) -> torch.Tensor:
     """These rows of a block; no copy if they are consecutive, as they usually are."""
-    first, last = rows[0], rows[-1]
-    if list(rows) == list(range(first, last + 1)):
-        return block[first : last + 1]
-    return block[torch.tensor(rows, device=block.device)]
+    first, end = int(rows[0]), int(rows[-1]) + 1
+    if end - first == len(rows) and (np.diff(rows) == 1).all():
+        return block[first:end]
+    return block[torch.from_numpy(rows).to(block.device)]
 
 
-def _parts(
-    group: list[tuple[str, int, int]], block: torch.Tensor
-) -> Iterator[list[tuple[str, int, int]]]:
+def _parts(group: Numbers, block: torch.Tensor) -> Iterator[Numbers]:
     """The group in parts of the size that takes least time."""
     at_once = AT_ONCE if block.is_cpu else AT_ONCE_ON_GPU
     for first in range(0, len(group), at_once):
@@ -250,7 +270,7 @@ def _ratio(moved: float, length: float) -> float | None:
 
 
 @functools.lru_cache(maxsize=8)
-def _layers(names: tuple[str, ...]) -> tuple[list[str], NDArray[np.int64]]:
+def _layers(names: tuple[str, ...]) -> tuple[list[str], Numbers]:
     """The layers of these tensors, and for each tensor the number of its layer.
 
     The versions of an engine have the same tensors in the same order.

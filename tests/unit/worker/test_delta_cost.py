@@ -1,0 +1,184 @@
+"""What a delta costs the staging thread does not grow with the number of tensors.
+
+Decoding shares the interpreter with that thread. So calls are counted: of torch, each
+of which is a call of CUDA on a GPU, of reads that wait for the GPU, and of Python.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.shadow_on_host import Sets
+from tests.support.triton_compiler import succeeds
+from tests.unit.worker.test_delta_writer import delta, stepped
+from tests.unit.worker.test_device_writer import decode_with_kernels
+from vllm.inflight.worker.delta.device_writer import DeviceWriter, copy_elements
+from vllm.inflight.worker.delta.writer import DeltaWriter
+from vllm.inflight.worker.memory.arena import Arena
+from vllm.inflight.worker.model.layers import parameters_by_name
+from vllm.inflight.worker.shadow.change_log import ChangeLog
+from vllm.inflight.worker.shadow.changed_elements import ChangedElements
+from vllm.inflight.worker.shadow.swap import Swap
+from vllm.inflight.worker.staging import loader
+from vllm.inflight.worker.verify import drift
+
+CPU = torch.device("cpu")
+FEW, MANY = 6, 24
+MOST_CALLS_EACH = 8
+"""Functions of ours that may be called for each tensor of a delta."""
+MOST_OPS = 60
+"""Operators of torch that may be called for a delta of one part."""
+MOST_READS = 5
+"""Reads that may wait for a GPU."""
+
+
+class Flat(torch.nn.Module):
+    """A model of `num` vectors."""
+
+    num = 0
+
+    def __init__(self, empty: Callable[..., Any]) -> None:
+        super().__init__()
+        for name in version(0, self.num):
+            param = torch.nn.Parameter(empty((300,)), requires_grad=False)
+            setattr(self, name, param)
+
+    def load_weights(self, weights: Any) -> None:
+        for name, tensor in weights:
+            param = getattr(self, name)
+            getattr(param, "weight_loader", lambda p, t: p.data.copy_(t))(param, tensor)
+
+
+def version(seed: int, num: int) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return {f"w{n}": torch.randn(300, generator=random) for n in range(num)}
+
+
+class Counted(TorchDispatchMode):
+    """Counts the calls between `with` and its end, without those of kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.is_off = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not self.is_off:
+            self.counts["ops"] += 1
+        return func(*args, **(kwargs or {}))
+
+    def called(self, frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and not self.is_off:
+            # What torch does to tell of its operators is no call of ours.
+            is_ours = "/inflight/" in frame.f_code.co_filename
+            self.counts["calls"] += is_ours
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Context: what runs is counted."""
+        reads = {
+            name: getattr(torch.Tensor, name) for name in ("cpu", "tolist", "item")
+        }
+        for name, real in reads.items():
+            setattr(torch.Tensor, name, self.read(real))
+        sys.setprofile(self.called)
+        try:
+            with self:
+                yield
+        finally:
+            sys.setprofile(None)
+            for name, real in reads.items():
+                setattr(torch.Tensor, name, real)
+
+    def read(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def read(*args: Any) -> Any:
+            self.counts["reads"] += not self.is_off
+            return real(*args)
+
+        return read
+
+    def kernel(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def launch(*args: Any, **options: Any) -> Any:
+            self.counts["launches"] += 1
+            self.is_off = True
+            try:
+                return real(*args, **options)
+            finally:
+                self.is_off = False
+
+        return launch
+
+
+def counted(num: int, *, is_logged: bool) -> Counter[str]:
+    """The calls that a delta of so many tensors takes, after one of the same."""
+    Flat.num = num
+    counted = Counted()
+    with pytest.MonkeyPatch.context() as patch, Arena.open(CPU, 1 << 26) as arena:
+        from vllm.inflight.delta import triton_kernels as codec
+        from vllm.inflight.worker.delta import triton_kernels as kernels
+
+        for module, names in (
+            (codec, ("decode_gaps", "decode_others")),
+            (kernels, ("write", "sample", "copy")),
+        ):
+            for name in names:
+                patch.setattr(module, name, counted.kernel(getattr(module, name)))
+        sets = Sets(arena, kind=Flat, first=version(0, num))
+        for seed in (1, 2):
+            sets.stage(version(seed, num).items())
+            sets.stager.flip()
+        log = ChangeLog(CPU, 1 << 20) if is_logged else None
+
+        class OnDevice(DeltaWriter):
+            def begin(self) -> None:
+                self._log = log
+                super().begin()
+                target = self._new if log is None else log
+                self._on_device = DeviceWriter(CPU, self._live, target, self._targets)
+
+        patch.setattr(loader, "DeltaWriter", OnDevice)
+        patch.setattr(ChangedElements, "copy", copy_elements)
+        patch.setattr(drift, "AT_ONCE", drift.AT_ONCE_ON_GPU)
+        old = version(2, num)
+        for seed in range(3):
+            new = stepped(old, seed, share=0.05)
+            manifest, parts = delta(old, new, sets.stager.served.digest())
+            assert len(manifest.tensors) == num and len(parts) == 2
+            counted.counts.clear()
+            with counted.running():
+                sets.stage(parts.items(), manifest=manifest)
+                if log is not None:
+                    flip: Any = Swap(log, parameters_by_name(sets.live))
+            if log is not None:
+                flip()
+                log.clear()
+            sets.stager.flip()
+            if log is not None:  # the flip of pages has shown the other set
+                sets.stager.flip("before")
+                held = sets.stager.versions
+                sets.stager.versions = held._replace(served=held.before, before=None)
+            old = new
+    return counted.counts
+
+
+def check() -> None:
+    """Runs where TRITON_INTERPRET was set before Triton was imported."""
+    decode_with_kernels()
+    for is_logged in (False, True):
+        few, many = (counted(num, is_logged=is_logged) for num in (FEW, MANY))
+        assert few["ops"] == many["ops"] <= MOST_OPS
+        assert few["reads"] == many["reads"] <= MOST_READS
+        assert few["launches"] == many["launches"]
+        assert many["calls"] - few["calls"] <= MOST_CALLS_EACH * (MANY - FEW)
+
+
+@pytest.mark.seconds
+def test_a_delta_takes_as_many_calls_for_many_tensors_as_for_few():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    succeeds(f"{__name__}:check")
