@@ -58,6 +58,11 @@ def test_a_chain_of_deltas_equals_whole_versions(
         same = far.send(chain[-1])
         assert same is not None and same.is_delta
         assert served() == found[-1]
+        far.send(chain[3])
+        llm.rollback_weights()  # so it misses that update
+        sent = far.send(chain[2])
+        assert sent is not None and sent.is_delta
+        assert served() == found[2]
         llm.update_weights_from_disk(str(chain[0]))
         sent = far.send(chain[1])
         assert sent is not None and not sent.is_delta

@@ -28,6 +28,8 @@ from torch.distributed.tensor.parallel import (
 from torch.multiprocessing import start_processes
 
 from tests.support.deltas import stepped
+from tests.support.models.seeing import SEEING
+from tests.support.models.tiny import common_fields, make_tokenizer
 from tests.support.transports.host_memory import HostMemory
 from tests.support.transports.lent_to import receive, worker
 from vllm.inflight import ops
@@ -300,6 +302,36 @@ def chain(
     return seen
 
 
+def renamed(rank: int, size: int) -> list[Any]:
+    """Two updates of a model whose checkpoint has other names: what became of each."""
+    seeing = SEEING["llava"]
+    tokenizer = make_tokenizer(seeing.named)
+    tokenizer.add_tokens([*seeing.tokens.values()], special_tokens=True)
+    torch.manual_seed(0)
+    model = seeing.make(tokenizer, **common_fields(tokenizer)).bfloat16()
+    fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+    engine, source = Engine(), Weights(model)
+    policy = DeltaPolicy("auto", "device", engine if rank == 0 else None)
+    cpu = torch.device("cpu")
+    updates = ShardUpdates(TrainerRanks(rank), policy, cpu, is_pinned=False)
+    seen = []
+    for _ in range(2):
+        assert updates.are_wanted(is_subset=False)
+        facts = [spec_of(fact) for fact in source.read_facts()]
+        updates.send(source, facts, source.read_tensors, engine.transfer)
+        # As they are gathered, converted and sent without a search.
+        whole = {name: tensor.clone() for name, tensor in source.read_tensors()}
+        if rank == 0:
+            served = all(torch.equal(engine.tensors[n], t) for n, t in whole.items())
+            is_delta = engine.manifests[-1].base is not None
+            names = engine.tensors.keys() - dict(model.named_parameters()).keys()
+            seen.append([served, is_delta, len(names)])
+        for parameter in model.parameters():
+            local = parameter.detach().to_local()
+            local.view(-1).view(torch.int16)[::50] += 1
+    return seen
+
+
 class Whole:
     """A source that cannot tell its shards."""
 
@@ -331,6 +363,7 @@ def main(rank: int, folder: str, size: int) -> None:
             found[way] = chain(rank, make, size)
     found["lent"] = chain(rank, fsdp, size, is_lent=True)
     if size == 2:
+        found["renamed"] = renamed(rank, size)
         found["without shards"] = refused(rank)
     if rank == 0:
         Path(folder, "seen.json").write_text(json.dumps(found))

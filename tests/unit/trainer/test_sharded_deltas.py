@@ -43,6 +43,10 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: Any) -> dict[str, Any
     if refused is not None:
         assert len(set(refused)) == 1
         assert "rank 1 of the trainer: Whole has no read_shards" in refused[0]
+    if (told := found.pop("renamed", None)) is not None:
+        (first, is_delta, names), (second, *more) = told
+        assert first and second, "another version is served"
+        assert [is_delta, *more] == [False, True, names] and names > 0
     assert len(found) == {2: 3, 4: 5}[request.param]
     return found
 
