@@ -82,7 +82,7 @@ class Engine:
         manifest = Manifest.parse(manifest.to_dict())
         self.manifests.append(manifest)
         if manifest.base not in (None, self.digest):
-            raise BaseMismatch("it serves another version")
+            raise BaseMismatch("it serves another version", served=self.digest)
         came = {name: tensor.clone() for name, tensor in pairs}
         new = came
         if manifest.base is not None:
@@ -297,6 +297,15 @@ def chain(
     send("all, busy", {n: t * 3 for n, t in truth.items()}, UpdateBusy("another"))
     send("after that busy", stepped(truth, 12))
     send("at last", stepped(truth, 13))
+    older: list[tuple[Tensors, dict[str, TensorSpec]]] = []
+    for number in range(6):
+        older.append((engine.tensors.copy(), engine.specs.copy()))
+        send(f"next {number}", stepped(truth, 20 + number, 0.005))
+    engine.tensors, engine.specs = older[4]
+    send("two missed", stepped(truth, 30))
+    send("after two missed", stepped(truth, 31))
+    engine.tensors, engine.specs = older[0]
+    send("too many missed", stepped(truth, 32))
     whole = sum(prod(t.shape) * t.element_size() for t in truth.values())
     seen.append({"what": "size", "bytes": whole})
     return seen

@@ -199,7 +199,12 @@ class Publisher:
                     "its own shards, in memory"
                 )
             self._shards = ShardPublishes(
-                source, renamer(plain_map), dtype, self._delta, delta_scrub_every
+                source,
+                renamer(plain_map),
+                dtype,
+                self._delta,
+                delta_scrub_every,
+                delta_chain,
             )
         self._engines: list[Engine] = []
         if self._shards is None or self._shards.is_first:

@@ -9,8 +9,9 @@ has changed, so it is right for each version between that one and the last.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import torch
 
@@ -19,6 +20,8 @@ from vllm.inflight.delta.part import Part
 from vllm.inflight.errors import ConfigError
 from vllm.inflight.ops import INTEGERS
 from vllm.inflight.trainer.deltas.delta import WHOLE_FROM, Delta, DeltaBody
+from vllm.inflight.trainer.sources.stream import Pair
+from vllm.inflight.update import TensorSpec
 
 KEPT_DELTAS = 4
 """Deltas that are kept, if a trainer does not say how many."""
@@ -97,23 +100,30 @@ class DeltaChain:
             return None
         first = min(places[digest] for digest in served)
         bodies = [*(link.body for link in links[first:]), delta.body]
-        most = WHOLE_FROM * delta.base.num_bytes if policy == "auto" else float("inf")
-        try:
-            body = _union(bodies, delta, most)
-        finally:
-            for one in bodies:
-                one.drop_decoded()
+        most = WHOLE_FROM * delta.base.num_bytes if policy == "auto" else inf
+        specs = delta.base.specs | delta.body.changed
+        names = [name for name in specs if any(name in body.changed for body in bodies)]
+        changed = {name: specs[name] for name in names}
+        body = union(bodies, changed, delta.whole(names), most)
         return None if body is None else Delta(delta.base, bases[first], body)
 
 
-def _union(bodies: list[DeltaBody], delta: Delta, most: float) -> DeltaBody | None:
+def union(
+    bodies: Sequence[DeltaBody],
+    changed: Mapping[str, TensorSpec],
+    tensors: Iterable[Pair],
+    most: float = inf,
+) -> DeltaBody | None:
     """The present bits of all elements that one of some deltas changes.
 
-    None if that has `most` bytes or more.
+    Args:
+        bodies: the deltas; their parts are checked.
+        changed: the tensors that one of them changes, as they are now.
+        tensors: these, in the same order, contiguous.
+        most: bytes from which on there is none.
+
     """
-    specs = delta.base.specs | delta.body.changed
-    names = [name for name in specs if any(name in body.changed for body in bodies)]
-    found = DeltaBody(changed={name: specs[name] for name in names})
+    found = DeltaBody(changed=dict(changed))
     sizes: list[tuple[int, int]] = []
     # Not as differences: the versions to start from have different bits there.
     encoder = Encoder(values="raw")
@@ -124,7 +134,7 @@ def _union(bodies: list[DeltaBody], delta: Delta, most: float) -> DeltaBody | No
             found.parts.append(part)
         return found.num_bytes < most
 
-    for number, (name, tensor) in enumerate(delta.whole(names)):
+    for number, (name, tensor) in enumerate(tensors):
         sizes.append((tensor.numel(), tensor.element_size()))
         flat = tensor.view(-1).view(INTEGERS[tensor.element_size()])
         has_changed = torch.zeros(flat.shape, dtype=torch.bool, device=flat.device)
@@ -135,4 +145,6 @@ def _union(bodies: list[DeltaBody], delta: Delta, most: float) -> DeltaBody | No
         bits = flat[places]
         if not take(list(encoder.add_places(number, places, bits, bits))):
             return None
+    for body in bodies:
+        body.drop_decoded()
     return found if take(list(encoder.finish())) else None

@@ -134,6 +134,7 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
                 torch.device("cpu") if on_host else init_info.device,
                 is_pinned=on_host and init_info.device.type == "cuda",
                 scrub_every=init_info.delta_scrub_every,
+                chain_length=init_info.delta_chain,
             )
         elif self.is_sender:
             self.deltas = DeltaUpdates(

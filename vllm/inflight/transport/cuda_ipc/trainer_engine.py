@@ -100,6 +100,7 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
                 self._device,
                 is_pinned=False,
                 scrub_every=scrub_every,
+                chain_length=init_info.delta_chain,
             )
         elif self.is_sender:
             self.deltas = DeltaUpdates(
