@@ -51,6 +51,13 @@ SHAPES = {
         "num_hidden_layers": 64,
         "tie_word_embeddings": False,
     },
+    "70B": {
+        "hidden_size": 8192,
+        "intermediate_size": 29568,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 80,
+        "tie_word_embeddings": False,
+    },
     "tiny": {
         "hidden_size": 128,
         "intermediate_size": 256,
@@ -78,16 +85,19 @@ SHAPES = {
         "tie_word_embeddings": False,
     },
 }
-"""Those of Qwen3, by its model cards; `experts` is 30B-A3B with half of its layers:
-31 GB in 9,411 tensors. `tiny` tries a benchmark out."""
+"""Those of Qwen3, by its model cards. `70B` has the sizes of Qwen2.5-72B: 145 GB.
+`experts` is 30B-A3B with half of its layers: 31 GB in 9,411 tensors. `tiny` tries a
+benchmark out."""
 
-RANKS = {"32B": 2}
+RANKS = {"32B": 2, "70B": 4}
 """GPUs of a rank each that an engine takes, where one of 80 GB has no room."""
 GIVEN_RANKS = "BENCH_RANKS"
 """In the environment: how many, whatever the shape."""
 TRAINER_GPU = "BENCH_TRAINER_GPU"
 """In the environment: the trainer's, if it is not the one after the engine's. With CUDA
 IPC it may be one of the engine's."""
+TRAINER_RANKS = "BENCH_TRAINER_RANKS"
+"""In the environment: processes of the trainer, a GPU each, from its first one on."""
 SAVES = "BENCH_TRAINER_SAVES"
 """In the environment: whether a trainer makes a checkpoint of the folder first."""
 
@@ -97,12 +107,17 @@ def num_ranks(folder: str) -> int:
     return int(os.environ.get(GIVEN_RANKS) or RANKS.get(Path(folder).name, 1))
 
 
+def num_trainer_ranks() -> int:
+    """Processes of the trainer."""
+    return int(os.environ.get(TRAINER_RANKS) or 1)
+
+
 def require_gpus(shape: str) -> list[str]:
     """The names of this host's GPUs; exits if they are too few, and not none."""
     import torch
 
     gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
-    needed = num_ranks(shape) + (TRAINER_GPU not in os.environ)
+    needed = num_ranks(shape) + (TRAINER_GPU not in os.environ) * num_trainer_ranks()
     if gpus and len(gpus) < needed:
         raise SystemExit(f"{needed} GPUs are needed, here are: {', '.join(gpus)}")
     return gpus

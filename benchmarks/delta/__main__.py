@@ -39,6 +39,11 @@ def main() -> None:
     file = options.out / f"delta-{device.type}.json"
     file.write_text(json.dumps(report, indent=1) + "\n")
 
+    from benchmarks.delta.chart import draw
+
+    draw(report, file.with_suffix(".png"))
+    print(f"Written: {file} and {file.with_suffix('.png')}")
+
 
 if __name__ == "__main__":
     main()

@@ -255,7 +255,7 @@ def main(framework: str, source: str, num_ranks: str, handle: str) -> None:
     OWN[framework].use()
     weights: Any = None
     if source != FILES:
-        from benchmarks.gpu.trainer import Weights
+        from benchmarks.gpu.trainer import Weights, change
 
         weights = Weights(source, device)
     pipe.send("ready")
@@ -265,7 +265,7 @@ def main(framework: str, source: str, num_ranks: str, handle: str) -> None:
             if sender is None:
                 sender = SENDERS[framework](Engine(pipe), int(num_ranks))
             elif weights is not None:
-                weights.change()
+                change(weights.own)
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
                 sender.send(dict(weights.read_tensors()))

@@ -125,7 +125,7 @@ class Trainer:
             except BaseMismatch as mismatch:
                 error = mismatch  # the trainer then sends the whole version
             if isinstance(reply, dict) and "gap_ms" in reply:
-                self.facts = {"commit_ms": reply["gap_ms"], **reply["seconds"]}
+                self.facts = commit_facts(reply)
             self._pipe.send(error)
 
     async def _next(self) -> Any:
@@ -138,12 +138,31 @@ class Trainer:
     """What the engine said about the last commit, and the trainer about its update."""
 
 
+def commit_facts(reply: dict[str, Any]) -> dict[str, float]:
+    """What the reply of a commit tells of its time.
+
+    Of several engines: the longest gap, and how far apart the first and the last of
+    them have committed. The phases are those of the first engine.
+    """
+    each = reply.get("engines", [reply])
+    facts = {"commit_ms": max(one["gap_ms"] for one in each), **reply["seconds"]}
+    if len(each) > 1:
+        at = [one["committed_at"] for one in each]
+        facts["skew_ms"] = 1e3 * (max(at) - min(at))
+    return facts
+
+
 async def main(name: str, folder: str, handle: str) -> None:
     is_ours = name != UPSTREAM
     backend = os.environ["BENCH_BACKEND"] if is_ours else "nccl"
     trainer = Trainer(backend, folder)
     given = ENGINE | ({} if torch.cuda.is_available() else ON_HOST)
     given |= json.loads(os.environ.get("BENCH_ENGINE", "{}"))
+    if num_ranks(folder) > 1:
+        # Without a GPU each rank has a core; else vLLM asks for a NUMA node for each.
+        cores = sorted(os.sched_getaffinity(0)) * num_ranks(folder)
+        bound = "|".join(map(str, cores[: num_ranks(folder)]))
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = bound
     if is_ours:
         inflight = json.loads(os.environ.get("BENCH_INFLIGHT", "{}"))
         given["additional_config"] = {"inflight": inflight}

@@ -13,7 +13,13 @@ The arms run one after the other, each in an engine of its own:
   whole versions change as many elements as the delta in the middle.
 - `upstream`: vLLM without this package. It gets whole versions in a pause.
 
-More than one rank: `--ranks 2`, and further options of the engine with `--engine`.
+More than one rank: `--ranks 2`, and further options of the engine with `--engine`. With
+`{"data_parallel_size": 3}` these are three engines in one group with the trainer: then
+`told_skew_ms` is the time from the first engine's commit to the last one's. With
+`--trainer-ranks 2` the trainer has two GPUs too, and FSDP2 shares its weights out over
+them. Each rank looks for changes in its shards, and only the changes are gathered on
+rank 0. Upstream's trainer gathers all tensors.
+
 Without a GPU, `--shape tiny --backend inflight_gloo` tries the first two arms out.
 
 With `--trace` one update of each kind is traced afterwards, in the first two arms. The
@@ -37,7 +43,14 @@ from benchmarks.gpu.arm import ROLLBACK, TRACED
 from benchmarks.machine import facts
 from benchmarks.process import arm
 from benchmarks.record import UPSTREAM, Plan, Record
-from benchmarks.shapes import GIVEN_RANKS, SAVES, SHAPES, require_gpus, write_shape
+from benchmarks.shapes import (
+    GIVEN_RANKS,
+    SAVES,
+    SHAPES,
+    TRAINER_RANKS,
+    require_gpus,
+    write_shape,
+)
 
 DEVICE, DELTA = ARMS = "device", "delta"
 """The arms of this package, by where they stage."""
@@ -123,6 +136,7 @@ def main() -> None:
     parser.add_argument("--shares", nargs="+", default=["0.001", "0.01", "0.03"])
     parser.add_argument("--log-gib", type=float, default=3.0, help="for the arm delta")
     parser.add_argument("--ranks", default="", help="of the engine, a GPU each")
+    parser.add_argument("--trainer-ranks", type=int, default=1, help="a GPU each")
     parser.add_argument("--trace", action="store_true", help="one more of each kind")
     parser.add_argument("--engine", default="{}", help="more options, as JSON")
     parser.add_argument(
@@ -136,6 +150,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     os.environ |= {
         GIVEN_RANKS: options.ranks,
+        TRAINER_RANKS: str(options.trainer_ranks),
         "BENCH_ENGINE": options.engine,
         "BENCH_BACKEND": options.backend,
     }
@@ -150,7 +165,11 @@ def main() -> None:
         file.write_text(json.dumps(report | {"arms": found}, indent=1) + "\n")
 
     run(options, keep)
-    print(f"Written: {file}")
+
+    from benchmarks.delta.chart import draw
+
+    draw(json.loads(file.read_text()), file.with_suffix(".png"))
+    print(f"Written: {file} and {file.with_suffix('.png')}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 `python -m benchmarks.gpu.trainer BACKEND FOLDER HANDLE`, started by arm.py. All arms
 use upstream's trainer interface, with the trainer engine of their backend. Its calls
-of the inference side pass through the pipe.
+of the inference side pass through the pipe. With several ranks (`TRAINER_RANKS`) the
+weights are shared out over them, and each looks for changes in its own shards.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from math import prod
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -22,7 +24,8 @@ from vllm.distributed.weight_transfer.base import ParamMeta
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 from vllm.plugins import load_general_plugins
 
-from benchmarks.shapes import SAVES, TRAINER_GPU, num_ranks
+from benchmarks.gpu.trainer_ranks import RANK, Ranks, ShardedWeights
+from benchmarks.shapes import SAVES, TRAINER_GPU, num_ranks, num_trainer_ranks
 from vllm.inflight.releases.table import adapter
 
 SPREAD = 0.02
@@ -37,41 +40,45 @@ class Weights(_Source):
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
         torch.manual_seed(0)
-        self._tensors: dict[str, torch.Tensor] = {}
+        self.own: dict[str, torch.Tensor] = {}
         for name, param in model.named_parameters():
             tensor = torch.empty(param.shape, dtype=torch.bfloat16, device=device)
-            self._tensors |= saved(name, tensor.normal_(0, SPREAD))
+            self.own |= saved(name, tensor.normal_(0, SPREAD))
 
     def save(self, folder: str) -> None:
         """Write the checkpoint, for an engine that starts with these weights."""
-        tensors = {name: tensor.cpu() for name, tensor in self._tensors.items()}
+        tensors = {name: tensor.cpu() for name, tensor in self.own.items()}
         save_file(tensors, f"{folder}/model.safetensors")
-
-    def change(self) -> None:
-        """Make another version, in which the most likely token is the least likely."""
-        names = list(self._tensors)
-        self._tensors[
-            "lm_head.weight" if "lm_head.weight" in names else names[0]
-        ].neg_()
-
-    def step(self, share: float) -> None:
-        """Change a share of all elements by one unit in the last place."""
-        for tensor in self._tensors.values():
-            bits = tensor.view(-1).view(torch.int16)
-            # Other elements at each step; a draw for each would take seconds.
-            every = round(1 / share)
-            first = int(torch.randint(0, every, ()))
-            bits[first::every] += 1
 
     def read_facts(self) -> list[ParamMeta]:
         """Name, dtype and shape of every tensor."""
-        return [ParamMeta(n, t.dtype, t.shape) for n, t in self._tensors.items()]
+        return [ParamMeta(n, t.dtype, t.shape) for n, t in self.own.items()]
 
     def read_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self._tensors.items())
+        return iter(self.own.items())
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._tensors[name]
+        return self.own[name]
+
+
+def change(own: dict[str, torch.Tensor]) -> None:
+    """Make another version, in which the most likely token is the least likely.
+
+    Args:
+        own: the tensors of this rank, or its shards of them.
+
+    """
+    own["lm_head.weight" if "lm_head.weight" in own else next(iter(own))].neg_()
+
+
+def step(own: dict[str, torch.Tensor], share: float) -> None:
+    """Change a share of all elements by one unit in the last place."""
+    for tensor in own.values():
+        bits = tensor.view(-1).view(torch.int16)
+        # Other elements at each step; a draw for each would take seconds.
+        every = round(1 / share)
+        first = int(torch.randint(0, every, ()))
+        bits[first::every] += 1
 
 
 def saved(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -140,15 +147,19 @@ class Client:
                 raise error
 
 
-def init_info(backend: str, port: int, num_workers: int) -> Any:
+def init_info(
+    backend: str, port: int, num_workers: int, rank: int = 0, *, shards: bool = False
+) -> Any:
     """The argument by which upstream's factory chooses the trainer engine."""
     if backend == "inflight_ipc":
         from vllm.inflight.transport import IpcTrainerInitInfo
 
+        if shards:  # a gathered tensor is in memory only while it is lent
+            return IpcTrainerInitInfo(rank=rank, delta_shards=True)
         # The weights stay where they are, so all of them can be lent at once.
         return IpcTrainerInitInfo(rank=0, chunk_bytes=1 << 40)
-    common = {
-        "rank": 0,
+    common: dict[str, Any] = {
+        "rank": rank,
         "master_address": "127.0.0.1",
         "master_port": port,
         "world_size": 1 + num_workers,
@@ -159,6 +170,7 @@ def init_info(backend: str, port: int, num_workers: int) -> Any:
         return NCCLTrainerInitInfo(**common)
     from vllm.inflight.transport import GlooTrainerInitInfo, NcclTrainerInitInfo
 
+    common["delta_shards"] = shards
     if backend == "inflight_gloo":
         return GlooTrainerInitInfo(**common)
     return NcclTrainerInitInfo(**common)
@@ -166,33 +178,50 @@ def init_info(backend: str, port: int, num_workers: int) -> Any:
 
 def main(backend: str, folder: str, handle: str) -> None:
     """Join the group, then send a new version at every command."""
-    pipe = Connection(int(handle))
+    size, rank = num_trainer_ranks(), int(os.environ.get(RANK, 0))
+    pipe = Connection(int(handle)) if rank == 0 else None
     load_general_plugins()
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        number = int(os.environ.get(TRAINER_GPU, num_ranks(folder)))
+        number = int(os.environ.get(TRAINER_GPU, num_ranks(folder))) + rank
         device = torch.device("cuda", number)
         torch.cuda.set_device(device)
-    weights = Weights(folder, device)
+    ranks = Ranks(size, backend, folder, device) if size > 1 else None
+    weights: Any = (ShardedWeights if ranks else Weights)(folder, device)
     if os.environ.get(SAVES):
         weights.save(folder)
-    pipe.send(("ready", None))
-    port = pipe.recv()
-    client = Client(pipe)
+
+    def heard() -> Any:
+        """What the arm says next, on every rank."""
+        word = None if pipe is None else pipe.recv()
+        return word if ranks is None else ranks.told(word)
+
+    def say(word: str, facts: Any = None) -> None:
+        if pipe is not None:
+            pipe.send((word, facts))
+
+    say("ready")
+    info = init_info(
+        backend, heard(), num_ranks(folder), rank, shards=ranks is not None
+    )
+    client = None if pipe is None else Client(pipe)
     engine = WeightTransferTrainerFactory.trainer_init(
-        init_info(backend, port, num_ranks(folder)), client=client, source=weights
+        info, client=client, source=weights
     )
     if getattr(getattr(engine, "model_update_group", None), "disabled", False):
         # Upstream's communicator then sends nothing and says nothing.
         raise RuntimeError("upstream's NCCL communicator is disabled: NCCL >= 2.29.7?")
-    pipe.send(("done", None))
-    while (command := pipe.recv()) is not None:
+    say("done")
+    whole_bytes = float(
+        sum(prod(each.shape) * each.dtype.itemsize for each in weights.read_facts())
+    )
+    while (command := heard()) is not None:
         kind, _, share = command.rpartition(" ")
         is_whole = kind == "whole" or command == "send"
         if share == "send":
-            weights.change()
+            change(weights.own)
         else:
-            weights.step(float(share))
+            step(weights.own, float(share))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         deltas = getattr(engine, "deltas", None)
@@ -200,12 +229,15 @@ def main(backend: str, folder: str, handle: str) -> None:
             # A whole version is sent from the weights themselves.
             deltas.policy = "off" if is_whole else "always"
         engine.send_weights()
-        facts = {"call_s": client.call_s}
+        if client is None:
+            continue
+        facts = {"call_s": client.call_s, "bytes": whole_bytes}
         if deltas is not None and not is_whole:
             sent = deltas.last
             facts |= {"find_s": sent.search_s, "bytes": float(sent.num_bytes)}
-            facts["is_delta"] = float(sent.is_delta)
-        pipe.send(("done", facts))
+            facts |= {"is_delta": float(sent.is_delta)}
+            facts |= {"gathered_bytes": float(sent.gathered_bytes)} if ranks else {}
+        say("done", facts)
 
 
 if __name__ == "__main__":

@@ -53,9 +53,23 @@ def test_engines_that_serve_different_versions_are_brought_together_by_a_publish
             return outcome
 
         assert not published().is_delta
-        assert published().is_delta
-        for server in servers:  # one at a time is another version than the other's
+        for _ in range(3):
+            last = published()
+            assert last.is_delta
+        size = sum(tensor.nbytes for tensor in weights.values())
+        for server in servers:  # one at a time is one version behind the other
             server.post("/rollback_weights")
+            assert len(served()) == 2
+            outcome = published()
+            assert outcome.is_delta
+            # What two updates have changed goes to both.
+            assert last.num_bytes < outcome.num_bytes < 4 * last.num_bytes < size
+            single = published()
+            assert single.is_delta and single.num_bytes < 1.5 * last.num_bytes
+        # One at a time serves a version that this trainer does not know.
+        for server in servers:
+            with Publisher(server.url, stepped(weights, 3), delta="off") as other:
+                other.publish()
             assert len(served()) == 2
             assert not published().is_delta
             assert published().is_delta

@@ -223,6 +223,13 @@ def test_a_delta_reaches_a_server_in_the_body_of_a_request(
         assert not to.publish("whole again").is_delta
         source |= stepped(source, 4)
         assert to.publish("delta again").is_delta
+        # It has missed that update.
+        server.post("/rollback_weights")
+        source |= stepped(source, 5)
+        outcome = to.publish("what two updates have changed")
+        assert outcome.is_delta
+        with Publisher(server.url, source, api_key=KEY, delta="off") as other:
+            assert other.publish("the same").digest == outcome.digest
 
 
 def test_a_body_may_be_a_chunk_of_an_update_under_way(server, old, new, fresh):

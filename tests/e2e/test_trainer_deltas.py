@@ -78,10 +78,40 @@ def test_after_another_version_the_whole_one_is_sent(
         assert again is not None and again.is_delta
         llm.rollback_weights()
         assert served(llm) == found
-        sent = far.send(chain[3])
-        assert sent is not None and not sent.is_delta
     llm.update_weights_from_disk(str(chain[1]))
     assert served(llm) == found
+
+
+def test_an_engine_that_has_missed_updates_gets_what_they_have_changed(
+    llm: Any, joined: Callable[..., FarTrainer], chain: list[Path]
+) -> None:
+    found = []
+    with joined(delta_chain=2) as far:
+        for folder in chain[:3]:
+            last = far.send(folder)
+        for number in (3, 4):  # each starts from version 1 again
+            llm.rollback_weights()
+            sent = far.send(chain[number])
+            found.append(served(llm))
+            assert sent is not None and sent.is_delta
+            # What two updates have changed, and then three; the values are whole ones.
+            most = 2 * (number - 1) * last.num_bytes
+            assert last.num_bytes < sent.num_bytes < most < size(chain[4]) / 4
+        # The trainer keeps two deltas, and now the engine is three of them behind.
+        llm.rollback_weights()
+        sent = far.send(chain[5])
+        found.append(served(llm))
+        assert sent is not None and not sent.is_delta
+        # No delta leads to a version that was sent whole.
+        llm.rollback_weights()
+        sent = far.send(chain[4])
+        found.append(served(llm))
+        assert sent is not None and not sent.is_delta
+    wholes = []
+    for number in (3, 4, 5, 4):
+        llm.update_weights_from_disk(str(chain[number]))
+        wholes.append(served(llm))
+    assert found == wholes
 
 
 def test_a_trainer_lost_in_the_middle_of_a_delta_changes_nothing(
@@ -115,9 +145,9 @@ def test_ranks_of_a_trainer_send_what_has_changed_in_their_shards(
     with FarRanks(llm, old, tmp_path / "store", 2) as far:
         for number, folder in enumerate(chain):
             if number == 4:
-                llm.rollback_weights()  # the base is another one then
+                llm.rollback_weights()  # the base is an older one then
             sent = far.send(folder)
-            assert sent.is_delta == (number not in (0, 4))
+            assert sent.is_delta == (number > 0)
             assert not sent.is_delta or sent.num_bytes < size(folder) / 4
             # Rank 1 has half of all, and brings its changes alone.
             assert sent.gathered_bytes < size(folder) / 8

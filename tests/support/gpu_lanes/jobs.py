@@ -50,6 +50,27 @@ BENCHMARKS = [
     Job("soak-ipc", (0.05,), 780, f"{SOAK} inflight_ipc", least=690),
     Job("bench-steps", (0.2,), 800, STEPS, least=200),
 ]
+WHOLE_AND_1 = "gpu.delta --shares 0.01 --updates 6 --arms"
+BOTH = f"{WHOLE_AND_1} device upstream --ranks"
+ENGINES = "--streams {streams} --engine '{{\"data_parallel_size\": {number}}}'"
+SHARDED = {
+    4: f"{BOTH} 2 --trainer-ranks 2",
+    8: f"{BOTH} 4 --trainer-ranks 4 --shape 70B",
+}
+"""Number of GPUs → a trainer of several ranks, of which each has its shards alone."""
+GROUPS = {
+    4: f"{BOTH} 3 {ENGINES.format(streams=96, number=3)}",
+    8: f"{BOTH} 7 {ENGINES.format(streams=112, number=7)}",
+}
+"""Number of GPUs → engines of 8B in one group with their trainer."""
+MANY = {
+    number: [
+        bench("bench-shards", (1.0,) * number, 560, SHARDED[number]),
+        bench("bench-engines", (*(1.0,) * (number - 1), 0.4), 480, GROUPS[number]),
+    ]
+    for number in SHARDED
+}
+"""Number of GPUs → the benchmarks that are for as many."""
 SHARDS = {"families": 3, "family_ranks": 3, "quantised_ranks": 2, "drafters": 2}
 SHARDS |= {"delta_staging": 2, "delta_staging_ranks": 2, "ranks_fed_from_third_gpu": 2}
 """The files of tests/gpu that take longest, and over how many jobs each is spread."""
@@ -77,7 +98,8 @@ def tests(path: str, num_gpus: int) -> list[Job]:
 
 def jobs(num_gpus: int) -> list[Job]:
     """Those for a host of so many GPUs: benchmarks, then tests, the longest first."""
-    found = [job for job in BENCHMARKS if len(job.shares) <= num_gpus]
+    found = MANY.get(num_gpus, [])
+    found = found + [job for job in BENCHMARKS if len(job.shares) <= num_gpus]
     for file in sorted(ROOT.glob("tests/gpu/test_*.py")):
         found += tests(str(file.relative_to(ROOT)), num_gpus)
     found.sort(key=lambda job: bool(job.tests) and job.shard == "1/1")

@@ -28,6 +28,8 @@ from torch.distributed.tensor.parallel import (
 from torch.multiprocessing import start_processes
 
 from tests.support.deltas import stepped
+from tests.support.models.seeing import SEEING
+from tests.support.models.tiny import common_fields, make_tokenizer
 from tests.support.transports.host_memory import HostMemory
 from tests.support.transports.lent_to import receive, worker
 from vllm.inflight import ops
@@ -80,7 +82,7 @@ class Engine:
         manifest = Manifest.parse(manifest.to_dict())
         self.manifests.append(manifest)
         if manifest.base not in (None, self.digest):
-            raise BaseMismatch("it serves another version")
+            raise BaseMismatch("it serves another version", served=self.digest)
         came = {name: tensor.clone() for name, tensor in pairs}
         new = came
         if manifest.base is not None:
@@ -295,8 +297,47 @@ def chain(
     send("all, busy", {n: t * 3 for n, t in truth.items()}, UpdateBusy("another"))
     send("after that busy", stepped(truth, 12))
     send("at last", stepped(truth, 13))
+    older: list[tuple[Tensors, dict[str, TensorSpec]]] = []
+    for number in range(6):
+        older.append((engine.tensors.copy(), engine.specs.copy()))
+        send(f"next {number}", stepped(truth, 20 + number, 0.005))
+    engine.tensors, engine.specs = older[4]
+    send("two missed", stepped(truth, 30))
+    send("after two missed", stepped(truth, 31))
+    engine.tensors, engine.specs = older[0]
+    send("too many missed", stepped(truth, 32))
     whole = sum(prod(t.shape) * t.element_size() for t in truth.values())
     seen.append({"what": "size", "bytes": whole})
+    return seen
+
+
+def renamed(rank: int, size: int) -> list[Any]:
+    """Two updates of a model whose checkpoint has other names: what became of each."""
+    seeing = SEEING["llava"]
+    tokenizer = make_tokenizer(seeing.named)
+    tokenizer.add_tokens([*seeing.tokens.values()], special_tokens=True)
+    torch.manual_seed(0)
+    model = seeing.make(tokenizer, **common_fields(tokenizer)).bfloat16()
+    fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+    engine, source = Engine(), Weights(model)
+    policy = DeltaPolicy("auto", "device", engine if rank == 0 else None)
+    cpu = torch.device("cpu")
+    updates = ShardUpdates(TrainerRanks(rank), policy, cpu, is_pinned=False)
+    seen = []
+    for _ in range(2):
+        assert updates.are_wanted(is_subset=False)
+        facts = [spec_of(fact) for fact in source.read_facts()]
+        updates.send(source, facts, source.read_tensors, engine.transfer)
+        # As they are gathered, converted and sent without a search.
+        whole = {name: tensor.clone() for name, tensor in source.read_tensors()}
+        if rank == 0:
+            served = all(torch.equal(engine.tensors[n], t) for n, t in whole.items())
+            is_delta = engine.manifests[-1].base is not None
+            names = engine.tensors.keys() - dict(model.named_parameters()).keys()
+            seen.append([served, is_delta, len(names)])
+        for parameter in model.parameters():
+            local = parameter.detach().to_local()
+            local.view(-1).view(torch.int16)[::50] += 1
     return seen
 
 
@@ -331,6 +372,7 @@ def main(rank: int, folder: str, size: int) -> None:
             found[way] = chain(rank, make, size)
     found["lent"] = chain(rank, fsdp, size, is_lent=True)
     if size == 2:
+        found["renamed"] = renamed(rank, size)
         found["without shards"] = refused(rank)
     if rank == 0:
         Path(folder, "seen.json").write_text(json.dumps(found))

@@ -16,7 +16,7 @@ from tests.support.models.families import FAMILIES
 from tests.support.models.processors import transposed
 from tests.support.models.seeing import SEEING
 from tests.support.models.tiny import common_fields, draw_wide, make_tokenizer
-from vllm.inflight.errors import Malformed
+from vllm.inflight.errors import ConfigError, Malformed
 from vllm.inflight.trainer.sources import checkpoint_layout
 from vllm.inflight.trainer.sources.stream import facts, shards, tensors
 
@@ -91,6 +91,25 @@ def test_a_model_is_converted_a_layer_at_a_time(name, monkeypatch):
         pass
     assert len(sizes) > num_layers
     assert sum(sizes) <= sum(p.nbytes for p in model.state_dict().values())
+
+
+RENAMED = ("gpt_neox", "granite_moe", "llava", "gemma3_mm", "qwen2_5_vl")
+"""Some whose conversion changes names alone."""
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_shards_of_a_model_have_the_names_of_its_checkpoint(name):
+    model = made(name)
+    found = {shard.name: shard.tensor for shard in shards(model)}
+    assert same(found, dict(tensors(model)))
+    own = {tensor.data_ptr() for tensor in model.state_dict(keep_vars=True).values()}
+    assert {tensor.data_ptr() for tensor in found.values()} <= own, "one is a copy"
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_vl_moe"])
+def test_a_model_whose_tensors_are_converted_has_no_shards(name):
+    with pytest.raises(ConfigError, match="leave delta_shards out"):
+        shards(made(name))
 
 
 @pytest.mark.parametrize("is_loaded", [False, True], ids=["made", "loaded"])

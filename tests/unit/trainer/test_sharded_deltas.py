@@ -26,7 +26,7 @@ from vllm.inflight.update import TensorSpec
 ROOT = Path(__file__).parents[3]
 WHOLE = {"first", "all", "after that busy"}
 """Updates that are sent whole at once."""
-TWICE = {"lost", "rejected", "mismatch"}
+TWICE = {"lost", "rejected", "mismatch", "too many missed"}
 """Deltas that are followed by the whole version."""
 FAILED = {"busy", "all, busy"}
 
@@ -43,6 +43,10 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: Any) -> dict[str, Any
     if refused is not None:
         assert len(set(refused)) == 1
         assert "rank 1 of the trainer: Whole has no read_shards" in refused[0]
+    if (told := found.pop("renamed", None)) is not None:
+        (first, is_delta, names), (second, *more) = told
+        assert first and second, "another version is served"
+        assert [is_delta, *more] == [False, True, names] and names > 0
     assert len(found) == {2: 3, 4: 5}[request.param]
     return found
 
@@ -52,6 +56,7 @@ def test_what_changed_is_served_and_nothing_else_is_sent(seen: dict[str, Any]) -
         for row in rows[:-1]:
             where = way, row["what"]
             tries = [True, False] if row["what"] in TWICE else [True]
+            tries = [True, True] if row["what"] == "two missed" else tries
             tries = [False] if row["what"] in WHOLE | {"all, busy"} else tries
             assert row["tries"] == tries, where
             assert row["served"] == (row["what"] not in FAILED), where
@@ -70,6 +75,9 @@ def test_as_much_is_gathered_as_has_changed(seen: dict[str, Any]) -> None:
         for share, num_bytes in zip((0.01, 0.02, 0.08), gathered, strict=True):
             assert 0 < num_bytes < 2 * share * whole + 3000, (way, share)
         assert gathered[2] > 2 * gathered[1] > 2 * gathered[0], way
+        # What three updates of which two were missed have changed, once each.
+        once = of["after two missed"]["bytes"]
+        assert once < of["two missed"]["bytes"] < whole / 4, way
 
 
 SIZES = [(7,), (5, 6), (4, 6), (3, 4, 5), (1, 6), (6, 1), ()]

@@ -23,6 +23,7 @@ from vllm.inflight.errors import (
 )
 from vllm.inflight.releases.table import adapter
 from vllm.inflight.trainer.deltas.delta import MOST_UNSUPPORTED
+from vllm.inflight.trainer.deltas.updates import DeltaUpdates
 from vllm.inflight.transport.cuda_ipc.receiver_engine import IpcEngine
 from vllm.inflight.transport.cuda_ipc.trainer_engine import (
     IpcTrainer,
@@ -229,12 +230,18 @@ class WithManifest(Five):
     """A client that takes a manifest, and may reject deltas."""
 
     rejects: InflightError | None = None
+    served: str | None = None
+    """Rejects the next delta from another version than this one."""
 
     def start_weight_update(self, manifest: Any = None) -> None:
         super().start_weight_update()
         self.manifest = manifest or {}
         if "base" in self.manifest and self.rejects is not None:
             raise self.rejects
+        if self.manifest.get("base") == self.served:
+            self.served = None
+        if "base" in self.manifest and self.served is not None:
+            raise BaseMismatch("it serves another version", served=self.served)
         self.engine.model.loaded = {}
 
 
@@ -342,3 +349,38 @@ def test_a_rejected_delta_is_followed_by_the_whole_version(
     assert kind is BaseMismatch
     lender.send_weights()
     assert "base" in client.manifest
+
+
+def test_an_engine_with_an_older_version_is_lent_what_has_changed_since(
+    memory: HostMemory, named: Tensors
+) -> None:
+    client = WithManifest(worker(memory))
+    lender = delta_lender(Source(named), client, memory)
+    digests_sent = []
+    *changed, last = [name for name, tensor in named.items() if tensor.numel()]
+
+    def sent() -> list[str]:
+        """One update; what each start of it announced."""
+        starts = client.calls.count("start")
+        lender.send_weights()
+        assert lender.deltas is not None and isinstance(lender.deltas, DeltaUpdates)
+        assert lender.deltas._base is not None
+        digests_sent.append(lender.deltas._base.digest)
+        assert client.calls.count("start") > starts
+        return list(announced(client))
+
+    sent()
+    for name in (changed := changed[:3]):
+        named[name].view(-1).view(torch.uint8)[0] += 1
+        assert sent() == [name]
+    # The next start is rejected; the one after it has another base.
+    client.served = digests_sent[1]
+    named[last].view(-1).view(torch.uint8)[0] += 1
+    assert set(sent()) == {*changed[1:], last}
+    assert client.manifest["base"] == digests_sent[1]
+    assert announced(client).items() <= specs_of(named).items()
+    assert lender.deltas is not None and lender.deltas.last is not None
+    assert lender.deltas.last.is_delta
+    client.served = "0" * 32
+    named[last].view(-1).view(torch.uint8)[0] += 1
+    assert sent() == list(named) and "base" not in client.manifest

@@ -8,9 +8,10 @@ engine cannot commit, the engines that have committed are rolled back.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -87,6 +88,7 @@ class Coordinator:
         version: str | None,
         deadline_s: float | None,
         base_version: str | None = None,
+        bases: Mapping[str, str] | None = None,
         in_bodies: bool = False,
     ) -> None:
         """Let every engine load the snapshot; on failure, undo it on all engines.
@@ -97,6 +99,8 @@ class Coordinator:
             version: the label of the new version.
             deadline_s: the engines abort the update after this time.
             base_version: the version that the engines must serve now.
+            bases: engine name → the digest that a delta starts from there, if that is
+                not the base of the manifest everywhere.
             in_bodies: whether the tensors travel in the bodies of requests, and not in
                 the file.
 
@@ -105,16 +109,22 @@ class Coordinator:
             InflightError: an engine rejected the update; the message names the engine.
 
         """
-        opening: Reply = {"update_id": self.update_id, "manifest": manifest.to_dict()}
+        opening: Reply = {"update_id": self.update_id}
         opening |= {"weight_version": version} if version is not None else {}
         opening |= {"deadline_s": deadline_s} if deadline_s is not None else {}
         opening |= {"base_version": base_version} if base_version is not None else {}
+
+        def start(engine: Engine) -> Reply:
+            base = (bases or {}).get(engine.name, manifest.base)
+            announced = replace(manifest, base=base).to_dict()
+            return engine.start(opening | {"manifest": announced}, self._retry_budget)
+
         if len(self._engines) > 1:
             # Checked on all engines first: a start on one engine throws its rollback
             # target away. It may still need it, if its update with others is not over.
             self._all(self._require_free)
         with _Rollback(self):
-            self._all(lambda engine: engine.start(opening, self._retry_budget))
+            self._all(start)
             self.is_begun = True
             for send in self._sends(snapshot, in_bodies):
                 self._all(send, meanwhile=lambda: self._report(snapshot.num_bytes))

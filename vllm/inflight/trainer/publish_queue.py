@@ -53,8 +53,12 @@ class QueuedPublish:
     snapshot: Snapshot = field(init=False)
     delta: Delta | None = None
     """What the snapshot holds, if that is a delta and not all tensors."""
+    bases: dict[str, str] = field(default_factory=dict)
+    """Engine name → the digest that the snapshot's delta starts from there, if the
+    engines serve older versions than the base of `delta`."""
     manifest: Manifest = field(default_factory=Manifest)
-    """Of all tensors; empty until it is known, and for a delta of `delta`."""
+    """Of all tensors; empty until it is known, and for a delta of `delta`. With `bases`
+    it is that of the delta from an older version."""
     is_announced: bool = False
     """Whether `manifest` was known before the snapshot was taken."""
     is_named: bool = False

@@ -38,6 +38,7 @@ from vllm.inflight.tensor_names import matcher
 from vllm.inflight.trainer.control.engines import Controls
 from vllm.inflight.trainer.control.pause import Calls, Pause
 from vllm.inflight.trainer.coordinator import Coordinator, Progress, call_all
+from vllm.inflight.trainer.deltas.chain import KEPT_DELTAS, DeltaChain
 from vllm.inflight.trainer.deltas.delta import (
     MOST_UNSUPPORTED,
     OF_A_DELTA,
@@ -91,6 +92,7 @@ class Publisher:
         delta: str = "auto",
         delta_file: str | Path | None = None,
         delta_scrub_every: int = SCRUB_EVERY,
+        delta_chain: int = KEPT_DELTAS,
         delta_shards: bool = False,
         min_interval_s: float = 0.0,
         on_busy: str = "wait",
@@ -124,12 +126,16 @@ class Publisher:
             delta: whether to send only the elements that have changed since the last
                 commit: `auto` where that is less to send, `always`, or `off`. For
                 that, the last version stays in shared memory, or in `directory`. An
-                engine that serves another version gets the whole one. Needs `digests`.
+                engine that serves an unknown version gets the whole one. Needs
+                `digests`.
             delta_file: keeps the last version in this file, and not in memory. After a
                 restart of the trainer, the first publish reads it, and may be a delta.
             delta_scrub_every: after so many deltas, the kept version is read again and
                 compared with its digests, which takes as long as a snapshot. If it has
                 changed, the next version is sent whole. 0: never.
+            delta_chain: how many committed deltas are kept in memory, at most a quarter
+                of the version's bytes. An engine that has missed some of them, or was
+                rolled back, gets what they have changed and not the whole version.
             delta_shards: whether each rank of the trainer looks for changes in its own
                 shards, so that only changes are gathered. All ranks of torch's default
                 group have such a publisher, and all call `publish`. Rank 0 sends; the
@@ -173,6 +179,7 @@ class Publisher:
         self._has_begun = False
         """Whether the first publish has looked into the file."""
         self._scrubs = KeptScrubs(delta_scrub_every)
+        self._chain = DeltaChain(delta_chain)
         self._num_unsupported = 0
         self._base: PublishedVersion | None = None
         """The last version that every engine has committed, if a delta may start from
@@ -192,7 +199,12 @@ class Publisher:
                     "its own shards, in memory"
                 )
             self._shards = ShardPublishes(
-                source, renamer(plain_map), dtype, self._delta, delta_scrub_every
+                source,
+                renamer(plain_map),
+                dtype,
+                self._delta,
+                delta_scrub_every,
+                delta_chain,
             )
         self._engines: list[Engine] = []
         if self._shards is None or self._shards.is_first:
@@ -581,6 +593,7 @@ class Publisher:
 
     def _let_go(self) -> None:
         self._base = None
+        self._chain.clear()
         if self._kept_file is not None:
             self._kept_file.close()
         for engine in self._engines:
@@ -656,7 +669,7 @@ class Publisher:
             job.is_named = True
         else:
             job.delta = found
-            job.snapshot = Snapshot.pack(named(found.parts), self._directory)
+            job.snapshot = Snapshot.pack(named(found.body.parts), self._directory)
 
     def _deliver(self, job: QueuedPublish) -> Outcome:
         """One publish, in the queue's thread."""
@@ -675,10 +688,16 @@ class Publisher:
         try:
             return self._served(job, began)
         except OF_A_DELTA as error:
-            if job.delta is None:
+            if (delta := job.delta) is None:
                 raise
-            self._go_whole(job, job.delta, error)
-            return self._served(job, began)
+            refused = error
+        if isinstance(refused, BaseMismatch) and self._go_longer(job, delta, refused):
+            try:
+                return self._served(job, began)
+            except OF_A_DELTA as error:
+                refused = error
+        self._go_whole(job, delta, refused)
+        return self._served(job, began)
 
     def _served(self, job: QueuedPublish, began: float) -> Outcome:
         """Have the engines stage and commit what a job holds."""
@@ -709,6 +728,10 @@ class Publisher:
         if base is not None and base.digest == replies[0]["digest"]:
             is_sound = self._scrubs.is_sound(base, is_delta=job.delta is not None)
             self._base = base if is_sound else None
+        if job.delta is None:
+            self._chain.clear()
+        elif self._base is not None:
+            self._chain.note(job.delta)
         try:
             self._tell("commit", job.snapshot)
         except Exception as error:
@@ -746,7 +769,8 @@ class Publisher:
         """The delivery, staged on every engine; None if it gave way."""
         retry_budget = job.retry_budget
         if job.delta is not None:
-            return self._stage_as(job, job.delta.manifest(job.step))
+            manifest = job.manifest if job.bases else job.delta.manifest(job.step)
+            return self._stage_as(job, manifest)
         if job.is_announced:
             return self._stage_as(job, job.manifest)
         if self._naming is not None and not job.is_named:
@@ -758,6 +782,29 @@ class Publisher:
         job.manifest = replace(manifest, subset=job.subset)
         return self._stage_as(job, job.manifest)
 
+    def _go_longer(self, job: QueuedPublish, delta: Delta, error: BaseMismatch) -> bool:
+        """Have a publish send what has changed since the versions that engines serve.
+
+        False if one of these is not known, or the whole version is cheaper.
+        """
+        budget = job.retry_budget
+        infos = call_all(self._engines, lambda engine: engine.info(budget), budget)
+        digests = [info["digest"] for info in infos]
+        longer = self._chain.since(digests, delta, self._delta)
+        if longer is None:
+            return False
+        job.snapshot.remove()
+        job.snapshot = Snapshot.pack(named(longer.body.parts), self._directory)
+        names = (engine.name for engine in self._engines)
+        job.bases = dict(zip(names, digests, strict=True))
+        job.manifest = longer.manifest(job.step)
+        logger.info(
+            "%d bytes of changes since an older version are sent: %s",
+            job.snapshot.num_bytes,
+            error,
+        )
+        return True
+
     def _go_whole(self, job: QueuedPublish, delta: Delta, error: InflightError) -> None:
         """Have a publish send the whole version, after an engine rejected its delta."""
         level = logging.INFO if isinstance(error, BaseMismatch) else logging.WARNING
@@ -768,7 +815,7 @@ class Publisher:
             logger.warning("whole versions are sent from now on")
         job.snapshot.remove()
         job.snapshot = Snapshot.pack(delta.whole(), self._directory)
-        job.delta, job.is_named = None, True
+        job.delta, job.bases, job.is_named = None, {}, True
 
     def _may_follow(self, job: QueuedPublish) -> bool:
         """Whether a delta may follow this publish: it has all tensors, digested."""
@@ -791,6 +838,7 @@ class Publisher:
                     manifest,
                     version=job.version,
                     base_version=job.base_version,
+                    bases=job.bases,
                     deadline_s=self._deadline_s,
                     in_bodies=self._in_bodies,
                 )

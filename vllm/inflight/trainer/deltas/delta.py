@@ -54,51 +54,79 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class Delta:
-    """The changes from one version to the next, and the tensors they lead to."""
+class DeltaBody:
+    """The changes of a delta, and what the changed tensors are afterwards."""
 
-    base: PublishedVersion
-    base_digest: str
-    """The digest of `base` when the delta was made."""
     parts: list[Part] = field(default_factory=list)
     changed: dict[str, TensorSpec] = field(default_factory=dict)
     """The changed tensors, in the order of their numbers, as they are afterwards."""
+    _numbers: dict[str, int] = field(default_factory=dict)
+    """Name → number, once all of them are known."""
     _decoded: tuple[int, list[Changes]] = (-1, [])
     """The number of the part that was decoded last, and its changes."""
-    is_applied: bool = False
-    """Whether `base` has become the version that the delta leads to."""
 
-    def manifest(self, step: int | None) -> Manifest:
-        """The manifest of the delta."""
-        return Manifest(self.changed, step=step, base=self.base_digest)
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the parts."""
+        return sum(part.num_bytes for part in self.parts)
 
-    def whole(self, names: Iterable[str] | None = None) -> Iterator[Pair]:
-        """The tensors that the delta leads to; by default all of the version."""
-        for name in self.base.specs if names is None else names:
-            tensor = self.base.tensor(name)
-            assert tensor is not None
-            if name in self.changed:
-                tensor = tensor.clone()
-                for changes in self._changes_of(name):
-                    apply(changes, tensor.view(-1))
-            yield name, tensor
+    def changes_of(self, name: str) -> Iterator[Changes]:
+        """The changes of one tensor, in the order of their places.
 
-    def _changes_of(self, name: str) -> Iterator[Changes]:
-        """The changes of one tensor. Decoded when they are needed, since that takes
-        many times the bytes of the parts."""
-        number = list(self.changed).index(name)
+        They are decoded when they are needed, since that takes many times the bytes of
+        the parts.
+        """
+        if len(self._numbers) != len(self.changed):
+            self._numbers = {each: n for n, each in enumerate(self.changed)}
+        number = self._numbers.get(name, -1)
         for at, part in enumerate(self.parts):
             if number in part.rows["number"]:
                 if self._decoded[0] != at:
                     self._decoded = at, list(decode(part))
                 yield from (c for c in self._decoded[1] if c.number == number)
 
+    def changes(self) -> Iterator[tuple[str, Changes]]:
+        """All changes, with the name of their tensor."""
+        names = list(self.changed)
+        return ((names[c.number], c) for part in self.parts for c in decode(part))
+
+    def drop_decoded(self) -> None:
+        """Free what was decoded."""
+        self._decoded = -1, []
+
+
+@dataclass(slots=True)
+class Delta:
+    """The changes from one version to the next, and the tensors they lead to."""
+
+    base: PublishedVersion
+    """What is kept of the version published last."""
+    base_digest: str
+    """The digest of the version that the delta starts from: that of `base` when the
+    delta was made, or of an older one."""
+    body: DeltaBody = field(default_factory=DeltaBody)
+    is_applied: bool = False
+    """Whether `base` has become the version that the delta leads to."""
+
+    def manifest(self, step: int | None) -> Manifest:
+        """The manifest of the delta."""
+        return Manifest(self.body.changed, step=step, base=self.base_digest)
+
+    def whole(self, names: Iterable[str] | None = None) -> Iterator[Pair]:
+        """The tensors that the delta leads to; by default all of the version."""
+        for name in self.base.specs if names is None else names:
+            tensor = self.base.tensor(name)
+            assert tensor is not None
+            if name in self.body.changed:
+                tensor = tensor.clone()
+                for changes in self.body.changes_of(name):
+                    apply(changes, tensor.view(-1))
+            yield name, tensor
+
     def commit(self) -> PublishedVersion:
         """The base, brought to the version that the delta leads to."""
         self.is_applied = True
-        names = list(self.changed)
-        changes = ((names[c.number], c) for part in self.parts for c in decode(part))
-        self.base.advance(changes, self.changed)
+        self.base.advance(self.body.changes(), self.body.changed)
         return self.base
 
 
@@ -207,7 +235,7 @@ class DeltaSearch:
     def _note(self, parts: Iterable[Part]) -> None:
         """Keep these parts."""
         for part in parts:
-            self._delta.parts.append(part)
+            self._delta.body.parts.append(part)
             self._num_bytes += part.num_bytes
             part.check(*self._sizes())
 
@@ -215,7 +243,7 @@ class DeltaSearch:
         """The delta changes a tensor, which has this digest afterwards."""
         spec = self._delta.base.specs[name]
         changed = TensorSpec(name, spec.shape, spec.dtype, digest)
-        self._delta.changed[name] = changed
+        self._delta.body.changed[name] = changed
 
     def _sizes(self) -> tuple[list[int], list[int]]:
         """Elements of each tensor named so far, and bytes of an element."""

@@ -64,6 +64,11 @@ class PublishedVersion:
         """
         return cls(tensors_of_file(snapshot.owner), manifest.tensors)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
     def pairs(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor under its name."""
         return iter(self._tensors.items())

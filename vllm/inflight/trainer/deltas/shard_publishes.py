@@ -40,6 +40,7 @@ class ShardPublishes:
         cast: the dtype that tensors are compared and sent in.
         policy: `auto`, `always` or `off`.
         scrub_every: deltas from one scrub of the kept shards to the next; 0: none.
+        chain_length: committed deltas that are kept for engines that missed them.
 
     Raises:
         ConfigError: there is no group of `torch.distributed`.
@@ -53,6 +54,7 @@ class ShardPublishes:
         cast: Cast,
         policy: str,
         scrub_every: int,
+        chain_length: int,
     ) -> None:
         self._source, self._rename, self._cast = source, rename, cast
         self._ranks = TrainerRanks()
@@ -62,6 +64,7 @@ class ShardPublishes:
             torch.device("cpu"),
             is_pinned=torch.cuda.is_available(),
             scrub_every=scrub_every,
+            chain_length=chain_length,
         )
 
     @property

@@ -8,6 +8,7 @@ the whole tensor then.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -18,13 +19,21 @@ import torch
 from vllm.inflight.delta.decode import Changes, decode
 from vllm.inflight.delta.encode import Encoder
 from vllm.inflight.delta.part import Part
-from vllm.inflight.errors import ConfigError
+from vllm.inflight.errors import ConfigError, DeltaUnsupported
 from vllm.inflight.ops import Digest
-from vllm.inflight.trainer.deltas.delta import LOOKED_AT_BYTES, WHOLE_FROM, batch_bytes
+from vllm.inflight.trainer.deltas.chain import KEPT_DELTAS, union
+from vllm.inflight.trainer.deltas.delta import (
+    LOOKED_AT_BYTES,
+    WHOLE_FROM,
+    DeltaBody,
+    batch_bytes,
+)
 from vllm.inflight.trainer.deltas.published import SCRUB_EVERY, KeptScrubs, note_damage
 from vllm.inflight.trainer.sources.shards import Box, OwnShard
 from vllm.inflight.update import TensorSpec
 
+Sizes = list[tuple[int, int]]
+"""Bytes of the table and of the data of each part."""
 Boxes = dict[str, tuple[torch.dtype, Box]]
 """Name → dtype and place of a rank's shard."""
 
@@ -40,8 +49,8 @@ class ShardReport:
     changed: list[str] | None = None
     """The shards of the delta, by their number in its parts; None: there is no delta,
     since there is no version to start from, or since a whole version is cheaper."""
-    part_sizes: list[tuple[int, int]] = field(default_factory=list)
-    """Bytes of the table and of the data of each part."""
+    part_sizes: Sizes = field(default_factory=list)
+    """Of the parts."""
 
 
 class ShardSearch:
@@ -51,6 +60,7 @@ class ShardSearch:
         device: where they are kept and compared.
         is_pinned: whether they are kept in page-locked memory.
         scrub_every: deltas from one scrub of the kept shards to the next; 0: none.
+        chain_length: committed deltas that are kept for engines that missed them.
 
     """
 
@@ -60,6 +70,7 @@ class ShardSearch:
         *,
         is_pinned: bool = False,
         scrub_every: int = SCRUB_EVERY,
+        chain_length: int = KEPT_DELTAS,
     ) -> None:
         self._device, self._is_pinned = device, is_pinned
         self._scrubs = KeptScrubs(scrub_every)
@@ -73,6 +84,8 @@ class ShardSearch:
         """Shards that another rank answers for, which has the same."""
         self.parts: list[Part] = []
         """The parts of the last search; their values are differences."""
+        self._sent: deque[DeltaBody] = deque(maxlen=chain_length)
+        """What this rank has found for the deltas that were committed last."""
 
     def find(self, shards: Sequence[OwnShard], policy: str) -> ShardReport:
         """Compare shards with the kept ones.
@@ -110,8 +123,44 @@ class ShardSearch:
                 report.changed, self.parts = None, []
                 return report
         self.parts += encoder.finish()
-        report.part_sizes = [(p.table.numel(), p.data.numel()) for p in self.parts]
+        report.part_sizes = sizes_of(self.parts)
         return report
+
+    def since(
+        self, shards: Sequence[OwnShard], report: ShardReport, number: int
+    ) -> DeltaBody:
+        """What has changed in the last `number` committed deltas and the one found now.
+
+        Its values are bits, and no differences.
+
+        Args:
+            shards: as in `find`.
+            report: what `find` has returned.
+            number: of committed deltas.
+
+        Raises:
+            DeltaUnsupported: so many are not kept.
+
+        """
+        if number > len(self._sent):
+            raise DeltaUnsupported(f"{number} deltas are not kept on each rank")
+        bodies = [*list(self._sent)[-number:], self._body(shards, report)]
+        own = [
+            one for one in shards if any(one.name in body.changed for body in bodies)
+        ]
+        changed = {one.name: _spec(one) for one in own}
+        found = union(bodies, changed, ((one.name, self._here(one)) for one in own))
+        assert found is not None
+        return found
+
+    def _body(self, shards: Sequence[OwnShard], report: ShardReport) -> DeltaBody:
+        """What the last search has found."""
+        of = {one.name: one for one in shards}
+        own = [of[name] for name in report.changed or ()]
+        counts = [one.box.numel for one in own]
+        for part in self.parts:
+            part.check(counts, [one.tensor.element_size() for one in own])
+        return DeltaBody(list(self.parts), {one.name: _spec(one) for one in own})
 
     def leave(self, names: Iterable[str]) -> None:
         """Another rank answers for these of the shards that were reported."""
@@ -128,6 +177,13 @@ class ShardSearch:
             is_all: whether a whole version was sent. Then all of them are copied.
 
         """
+        if is_all:
+            self._sent.clear()
+        else:
+            self._sent.append(self._body(shards, report))
+            most = WHOLE_FROM * sum(kept.nbytes for kept in self._kept.values())
+            while sum(one.num_bytes for one in self._sent) > most:
+                self._sent.popleft()
         before = {} if report.boxes is not None else self._kept
         changed = None if is_all else set(report.changed or ())
         self._boxes = None
@@ -168,6 +224,7 @@ class ShardSearch:
     def forget(self) -> None:
         """Start from no version: another one than the kept one may be served."""
         self._boxes, self.parts = None, []
+        self._sent.clear()
 
     def _here(self, shard: OwnShard) -> torch.Tensor:
         return shard.tensor.to(self._device).contiguous().resolve_neg()
@@ -263,6 +320,8 @@ class ShardedVersion:
         names: Sequence[str],
         changed: Sequence[Sequence[str]],
         parts: Sequence[Sequence[Part]],
+        *,
+        are_bits: bool = False,
     ) -> Iterator[Part]:
         """The parts of one delta with the changes of all ranks.
 
@@ -270,6 +329,7 @@ class ShardedVersion:
             names: the changed tensors, in the order of their numbers.
             changed: of each rank, the tensors by the numbers in its own parts.
             parts: of each rank.
+            are_bits: whether their values are bits, and no differences.
 
         """
         found: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -277,7 +337,7 @@ class ShardedVersion:
             for name, changes in self._decoded(rank, changed[rank], own):
                 places = self._boxes[rank][name][1].places(changes.places)
                 found.setdefault(name, []).append((places, changes.bits))
-        encoder = Encoder(values="difference")
+        encoder = Encoder(values="raw" if are_bits else "difference")
         for number, name in enumerate(names):
             places, bits = (
                 torch.cat(some) for some in zip(*found.pop(name), strict=True)
@@ -355,6 +415,17 @@ def no_change(specs: Mapping[str, TensorSpec], device: torch.device) -> list[Par
 def smallest(specs: Mapping[str, TensorSpec]) -> TensorSpec:
     """The tensor with the fewest elements, but one at least."""
     return min(specs.values(), key=lambda spec: prod(spec.shape) or 1 << 62)
+
+
+def sizes_of(parts: Iterable[Part]) -> Sizes:
+    """The sizes of these parts."""
+    return [(part.table.numel(), part.data.numel()) for part in parts]
+
+
+def _spec(shard: OwnShard) -> TensorSpec:
+    """What a part of this rank has to fit."""
+    tensor = shard.tensor
+    return TensorSpec(shard.name, tuple(tensor.shape), _dtype_name(tensor.dtype))
 
 
 def _batches(shards: Sequence[OwnShard], most: int) -> Iterator[list[OwnShard]]:

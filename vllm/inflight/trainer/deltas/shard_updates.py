@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from vllm.inflight.delta.part import Part
 from vllm.inflight.delta.parts import named
-from vllm.inflight.errors import ConfigError
-from vllm.inflight.trainer.deltas.delta import OF_A_DELTA, WHOLE_FROM
+from vllm.inflight.errors import BaseMismatch, ConfigError
+from vllm.inflight.trainer.deltas.chain import KEPT_DELTAS
+from vllm.inflight.trainer.deltas.delta import OF_A_DELTA, WHOLE_FROM, DeltaBody
 from vllm.inflight.trainer.deltas.policy import DeltaPolicy, Sent
 from vllm.inflight.trainer.deltas.published import SCRUB_EVERY, version_digest
 from vllm.inflight.trainer.deltas.ranks import TrainerRanks
@@ -28,7 +31,9 @@ from vllm.inflight.trainer.deltas.shard_search import (
     ShardedVersion,
     ShardReport,
     ShardSearch,
+    Sizes,
     no_change,
+    sizes_of,
     smallest,
 )
 from vllm.inflight.trainer.sources.shards import OwnShard
@@ -51,6 +56,8 @@ class Way(Enum):
     """This update has no manifest, so no delta may start from it."""
     DELTA = "delta"
     """Send the changes to rank 0."""
+    LONGER = "longer"
+    """Look for what has changed since an older version, which the engines serve."""
     WHOLE = "whole"
     """Gather all tensors."""
     COMMITTED = "committed"
@@ -74,6 +81,7 @@ class ShardUpdates:
         device: where shards are kept and compared.
         is_pinned: whether they are kept in page-locked memory.
         scrub_every: deltas from one scrub of the kept shards to the next; 0: none.
+        chain_length: committed deltas that are kept for engines that missed them.
 
     """
 
@@ -85,14 +93,24 @@ class ShardUpdates:
         *,
         is_pinned: bool,
         scrub_every: int = SCRUB_EVERY,
+        chain_length: int = KEPT_DELTAS,
     ) -> None:
         self._ranks = ranks
         self._policy = policy
         self._device = device
-        self._search = ShardSearch(device, is_pinned=is_pinned, scrub_every=scrub_every)
+        self._search = ShardSearch(
+            device,
+            is_pinned=is_pinned,
+            scrub_every=scrub_every,
+            chain_length=chain_length,
+        )
+        self._bases: deque[str] = deque(maxlen=chain_length)
+        """On rank 0: what each of the deltas that were committed last started from."""
         self.last: Sent | None = None
         """On rank 0: the last update that was committed with a manifest."""
         self._version: ShardedVersion | None = None
+        self._num_longer = 0
+        """On rank 0: bytes that other ranks have brought for a longer delta."""
         self._base: str | None = None
         """The digest of the version that the ranks keep, if it is served."""
 
@@ -180,6 +198,12 @@ class ShardUpdates:
         if is_delta:
             self._ranks.gathered_parts(self._search.parts, (), self._device)
             way = self._ranks.told()
+        if way is Way.LONGER:
+            body, _ = self._longer(shards, report, self._ranks.told())
+            if self._ranks.told():
+                assert isinstance(body, DeltaBody)
+                self._ranks.gathered_parts(body.parts, (), self._device)
+            way = self._ranks.told()
         if way is Way.WHOLE:
             is_delta = False
             for _ in gather():
@@ -209,7 +233,7 @@ class ShardUpdates:
         left = version.left(found)
         if found[0].boxes is not None:
             self._search.leave(left[0])
-        is_delta, num_gathered = False, 0
+        is_delta, num_gathered, self._num_longer = False, 0, 0
         is_tried = self._is_cheap(found, version)
         self._ranks.told((Way.DELTA if is_tried else Way.WHOLE, "", left))
         if is_tried:
@@ -219,8 +243,12 @@ class ShardUpdates:
             with self._telling_failure():
                 manifest, pairs = self._delta(version, found, parts)
                 search_s = time.perf_counter() - began
-                is_delta, served = self._was_sent(manifest, pairs, transfer)
+                older = partial(self._older, shards, found[0], version)
+                is_delta, served, pairs = self._was_sent(
+                    manifest, pairs, transfer, older
+                )
             num_bytes = sum(tensor.nbytes for _, tensor in pairs)
+            num_gathered += self._num_longer
         if not is_delta:
             self._base = None
             if is_tried:
@@ -231,6 +259,10 @@ class ShardUpdates:
             num_bytes = sum(map(_num_bytes, version.specs.values()))
         self.last = Sent(is_delta, num_bytes, search_s, num_gathered)
         digest = version_digest(version.specs)
+        if is_delta and self._base is not None:
+            self._bases.append(self._base)
+        else:
+            self._bases.clear()
         # Where an engine digests other tensors than were sent, no delta has its base.
         self._base = digest if served in (None, digest) else None
         self._version = version
@@ -257,9 +289,57 @@ class ShardUpdates:
         """Whether there is a delta, and it is to be sent."""
         if self._base is None or any(one.changed is None for one in reports):
             return False
-        num_bytes = sum(sum(pair) for one in reports for pair in one.part_sizes)
+        return self._fits((one.part_sizes for one in reports), version)
+
+    def _fits(self, sizes: Iterable[Sizes], version: ShardedVersion) -> bool:
+        """Whether parts of these sizes, of each rank, are cheaper than all tensors."""
+        num_bytes = sum(sum(pair) for some in sizes for pair in some)
         whole = sum(map(_num_bytes, version.specs.values()))
         return self.policy != "auto" or num_bytes < WHOLE_FROM * whole
+
+    def _longer(
+        self, shards: Sequence[OwnShard], report: ShardReport, number: int
+    ) -> tuple[DeltaBody | None, list[Any] | None]:
+        """What this rank has to send to engines that are `number` deltas behind.
+
+        On rank 0 also the tensors and sizes of each rank, or why it has nothing.
+        Collective.
+        """
+        body: DeltaBody | None = None
+        told: tuple[list[str], Sizes] | str
+        try:
+            body = self._search.since(shards, report, number)
+            told = list(body.changed), sizes_of(body.parts)
+        except Exception as error:
+            told = str(error)
+        return body, self._ranks.gathered(told)
+
+    def _older(
+        self,
+        shards: Sequence[OwnShard],
+        report: ShardReport,
+        version: ShardedVersion,
+        served: str,
+    ) -> tuple[Manifest, list[Pair]] | None:
+        """On rank 0: the delta from an older version; None if there is none to send."""
+        behind = {base: n for n, base in enumerate(reversed(self._bases), 1)}
+        if served not in behind:
+            return None
+        self._ranks.told(Way.LONGER)
+        body, told = self._longer(shards, report, self._ranks.told(behind[served]))
+        assert told is not None
+        fits = all(not isinstance(one, str) for one in told) and self._fits(
+            (sizes for _, sizes in told), version
+        )
+        self._ranks.told(fits)
+        if not fits:
+            return None
+        assert body is not None
+        sizes = [sizes for _, sizes in told]
+        self._num_longer = sum(sum(pair) for some in sizes[1:] for pair in some)
+        parts = self._ranks.gathered_parts(body.parts, sizes, self._device)
+        changed = [names for names, _ in told]
+        return self._announced(version, changed, parts, served, are_bits=True)
 
     def _delta(
         self,
@@ -267,32 +347,57 @@ class ShardUpdates:
         reports: Sequence[ShardReport],
         parts: Sequence[Sequence[Part]],
     ) -> tuple[Manifest, list[Pair]]:
-        """The manifest and the tensors of a delta."""
+        """The manifest and the tensors of the delta that was found."""
         changed = [one.changed or [] for one in reports]
+        return self._announced(version, changed, parts, self._base)
+
+    def _announced(
+        self,
+        version: ShardedVersion,
+        changed: Sequence[Sequence[str]],
+        parts: Sequence[Sequence[Part]],
+        base: str | None,
+        *,
+        are_bits: bool = False,
+    ) -> tuple[Manifest, list[Pair]]:
+        """The manifest and the tensors of a delta, from the parts of each rank."""
         some = {name for names in changed for name in names}
         names = [name for name in version.specs if name in some]
         if names:
-            made = list(version.merged(names, changed, parts))
+            made = list(version.merged(names, changed, parts, are_bits=are_bits))
         else:
             names = [smallest(version.specs).name]
             made = no_change(version.specs, self._device)
         specs = {name: version.specs[name] for name in names}
-        return Manifest(specs, base=self._base), list(named(made))
+        return Manifest(specs, base=base), list(named(made))
 
     def _was_sent(
-        self, manifest: Manifest, pairs: list[Pair], transfer: Transfer
-    ) -> tuple[bool, str | None]:
-        """Send a delta; False if the version has to be sent whole.
+        self,
+        manifest: Manifest,
+        pairs: list[Pair],
+        transfer: Transfer,
+        older: Callable[[str], tuple[Manifest, list[Pair]] | None],
+    ) -> tuple[bool, str | None, list[Pair]]:
+        """Send a delta, from an older version if that is what the engines serve.
 
-        The digest is that of what is served then.
+        Returns False if the version has to be sent whole, the digest of what is served
+        then, and what was sent.
         """
         try:
-            served = transfer(manifest, pairs)
+            try:
+                served = transfer(manifest, pairs)
+            except BaseMismatch as error:
+                found = None if error.served is None else older(error.served)
+                if found is None:
+                    raise
+                logger.info("a delta from an older version is sent: %s", error)
+                manifest, pairs = found
+                served = transfer(manifest, pairs)
         except OF_A_DELTA as error:
             self._policy.note_rejected(error)
-            return False, None
+            return False, None, pairs
         self._policy.note_committed()
-        return True, served
+        return True, served, pairs
 
     @contextmanager
     def _telling_failure(self) -> Iterator[None]:
@@ -306,6 +411,7 @@ class ShardUpdates:
 
     def _forget(self) -> None:
         self._base = self._version = None
+        self._bases.clear()
         self._search.forget()
 
 

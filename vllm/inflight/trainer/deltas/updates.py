@@ -7,6 +7,7 @@ is read once for an update, whatever the engines answer.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 
 from vllm.inflight.delta.parts import named
+from vllm.inflight.errors import BaseMismatch
+from vllm.inflight.trainer.deltas.chain import KEPT_DELTAS, DeltaChain
 from vllm.inflight.trainer.deltas.delta import OF_A_DELTA, Delta, DeltaSearch
 from vllm.inflight.trainer.deltas.policy import DeltaPolicy, Sent
 from vllm.inflight.trainer.deltas.published import (
@@ -25,6 +28,8 @@ from vllm.inflight.trainer.deltas.published import (
 from vllm.inflight.trainer.snapshot import check_tensor
 from vllm.inflight.trainer.sources.stream import Pair
 from vllm.inflight.update import Manifest, TensorSpec
+
+logger = logging.getLogger(__name__)
 
 Transfer = Callable[[Manifest, list[Pair]], str | None]
 """Has the engines commit one update: its manifest, and the tensors to send. Returns the
@@ -41,6 +46,7 @@ class DeltaUpdates:
         device: the device of the trainer's weights.
         transfer: runs one update.
         scrub_every: deltas from one scrub of the kept version to the next; 0: none.
+        chain_length: committed deltas that are kept for engines that missed them.
 
     Raises:
         ConfigError: the policy or the memory is none of these, or deltas are to be sent
@@ -56,8 +62,10 @@ class DeltaUpdates:
         device: torch.device,
         transfer: Transfer,
         scrub_every: int = SCRUB_EVERY,
+        chain_length: int = KEPT_DELTAS,
     ) -> None:
         self._policy = DeltaPolicy(policy, memory, client)
+        self._chain = DeltaChain(chain_length)
         self._scrubs = KeptScrubs(scrub_every)
         self.last: Sent | None = None
         """The last update that was committed with a manifest; None: there is none."""
@@ -92,6 +100,7 @@ class DeltaUpdates:
     def forget(self) -> None:
         """Keep no version: another one than the kept one is sent now."""
         self._base, self._tensors = None, {}
+        self._chain.clear()
 
     def send(self, gathered: Iterable[Pair]) -> None:
         """Run one update: a delta, or the whole version.
@@ -118,22 +127,40 @@ class DeltaUpdates:
             self._base = None
             whole = self._keep(found)
             search_s = time.perf_counter() - began
+        self._chain.clear()
         pairs = list(whole.pairs())
         served = self._transfer(Manifest(whole.specs), pairs)
         self._confirm(whole, served, is_delta=False, pairs=pairs, search_s=search_s)
 
     def _send_delta(self, delta: Delta, search_s: float) -> bool:
         """Send a delta; False if the version has to be sent whole."""
-        pairs = list(named(delta.parts))
         try:
-            served = self._transfer(delta.manifest(None), pairs)
+            served, pairs = self._transferred(delta)
         except OF_A_DELTA as error:
             self._policy.note_rejected(error)
             return False
         self._policy.note_committed()
         version = delta.commit()
+        self._chain.note(delta)
         self._confirm(version, served, is_delta=True, pairs=pairs, search_s=search_s)
         return True
+
+    def _transferred(self, delta: Delta) -> tuple[str | None, list[Pair]]:
+        """Send a delta, from an older version if that is what the engines serve.
+
+        Returns the digest that is served then, and what was sent.
+        """
+        pairs = list(named(delta.body.parts))
+        try:
+            return self._transfer(delta.manifest(None), pairs), pairs
+        except BaseMismatch as error:
+            served = () if error.served is None else (error.served,)
+            longer = self._chain.since(served, delta, self.policy) if served else None
+            if longer is None:
+                raise
+            logger.info("a delta from an older version is sent: %s", error)
+        pairs = list(named(longer.body.parts))
+        return self._transfer(longer.manifest(None), pairs), pairs
 
     def _confirm(
         self,

@@ -35,6 +35,8 @@ class CheckpointLayout:
     Attributes:
         groups: the model's names, in groups that are converted together, in order.
         facts: dtype and shape of each converted tensor by name, in order.
+        renames: the model's names -> those of the checkpoint, if no tensor changes
+            otherwise; else None.
 
     """
 
@@ -44,6 +46,7 @@ class CheckpointLayout:
         self._model, self._revert = model, revert
         self.groups = groups
         self.facts: dict[str, Fact] = {}
+        self.renames: dict[str, str] | None = None
 
     @classmethod
     def of(
@@ -73,8 +76,11 @@ class CheckpointLayout:
         parts: dict[str, torch.Tensor] = {}
         for group in by_layer.groups:
             parts |= by_layer({name: meta[name] for name in group})
+        before = {id(tensor): name for name, tensor in meta.items()}
         for one, converted in ((by_layer, parts), (at_once, whole)):
             one.facts = {name: fact(tensor) for name, tensor in converted.items()}
+            if before.keys() == {id(tensor) for tensor in converted.values()}:
+                one.renames = {before[id(t)]: name for name, t in converted.items()}
         if by_layer.facts == at_once.facts:
             return by_layer
         logger.warning(

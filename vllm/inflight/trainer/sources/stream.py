@@ -133,12 +133,16 @@ def shards(source: Source, cast: Cast = None) -> list[OwnShard]:
     named = _read(source)
     if isinstance(named, torch.nn.Module):
         module = module_tensors(named)
-        if not isinstance(module, NamedTensors) or _plan(module)[0] is not None:
+        layout, _ = _plan(module)
+        names = {} if layout is None else layout.renames
+        if not isinstance(module, NamedTensors) or names is None:
             raise ConfigError(
                 f"the tensors of {type(named).__name__} are not sent as its ranks have "
                 "them (FSDP1, or another layout in checkpoints); leave delta_shards out"
             )
-        pairs: Iterable[Pair] = module.named.items()
+        pairs: Iterable[Pair] = (
+            (names.get(name, name), tensor) for name, tensor in module.named.items()
+        )
     else:
         pairs = _checked(named)
     found = (own_shard(name, tensor) for name, tensor in pairs)

@@ -16,6 +16,7 @@ import torch
 from vllm.inflight import upstream
 from vllm.inflight.errors import Cancelled
 from vllm.inflight.releases.table import adapter
+from vllm.inflight.trainer.deltas.chain import KEPT_DELTAS
 from vllm.inflight.trainer.deltas.policy import DeltaPolicy
 from vllm.inflight.trainer.deltas.published import SCRUB_EVERY
 from vllm.inflight.trainer.deltas.ranks import TrainerRanks
@@ -65,6 +66,10 @@ class GlooTrainerInitInfo(upstream.TrainerInitInfo):
     delta_scrub_every: int = SCRUB_EVERY
     """After so many deltas, the kept copy is read again and compared with its digests.
     If it has changed, the next version is sent whole. 0: never."""
+    delta_chain: int = KEPT_DELTAS
+    """How many committed deltas are kept beside that copy, for engines that serve an
+    older version. Together they have less than a quarter of the bytes of the weights.
+    0: such engines get the whole version."""
 
     @property
     def device(self) -> torch.device:
@@ -129,6 +134,7 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
                 torch.device("cpu") if on_host else init_info.device,
                 is_pinned=on_host and init_info.device.type == "cuda",
                 scrub_every=init_info.delta_scrub_every,
+                chain_length=init_info.delta_chain,
             )
         elif self.is_sender:
             self.deltas = DeltaUpdates(
@@ -138,6 +144,7 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
                 init_info.device,
                 self._transfer,
                 init_info.delta_scrub_every,
+                init_info.delta_chain,
             )
 
     @classmethod

@@ -14,6 +14,7 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.releases.table import adapter
+from vllm.inflight.trainer.deltas.chain import KEPT_DELTAS
 from vllm.inflight.trainer.deltas.policy import DeltaPolicy
 from vllm.inflight.trainer.deltas.published import SCRUB_EVERY
 from vllm.inflight.trainer.deltas.ranks import TrainerRanks
@@ -57,6 +58,10 @@ class IpcTrainerInitInfo(upstream.TrainerInitInfo):
     delta_scrub_every: int = SCRUB_EVERY
     """After so many deltas, the kept copy is read again and compared with its digests.
     If it has changed, the next version is sent whole. 0: never."""
+    delta_chain: int = KEPT_DELTAS
+    """How many committed deltas are kept beside that copy, for engines that serve an
+    older version. Together they have less than a quarter of the bytes of the weights.
+    0: such engines get the whole version."""
 
 
 class IpcTrainer(upstream.TrainerWeightTransferEngine):
@@ -95,6 +100,7 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
                 self._device,
                 is_pinned=False,
                 scrub_every=scrub_every,
+                chain_length=init_info.delta_chain,
             )
         elif self.is_sender:
             self.deltas = DeltaUpdates(
@@ -104,6 +110,7 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
                 self._device,
                 self._transfer,
                 scrub_every,
+                init_info.delta_chain,
             )
 
     @classmethod
