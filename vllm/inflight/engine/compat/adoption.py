@@ -36,6 +36,7 @@ from vllm.inflight.engine.pause.absorption import Need
 from vllm.inflight.engine.transaction import Update
 from vllm.inflight.errors import (
     Cancelled,
+    Conflict,
     EngineAsleep,
     EngineFault,
     InflightError,
@@ -105,6 +106,8 @@ class Adoption:
         self._controller = controller
         config = core.vllm_config
         self._adopt = InflightConfig.of(config).adopt
+        self._is_required = InflightConfig.is_given(config, "adopt")
+        """Whether a known call that cannot be adopted is rejected."""
         self.rows = matched(controller.ranks.methods)
         """The rows of the table that fit the workers of this engine."""
         may_adopt = self._adopt != "off" and controller.ranks.reason is None
@@ -136,6 +139,7 @@ class Adoption:
         """A worker call that is adopted; None if it is executed as it is.
 
         Raises:
+            Conflict: the call cannot be adopted, and --inflight-adopt was given.
             EngineAsleep: the call would write into weights that sleep.
             InflightError: the call belongs to a version that has failed before.
 
@@ -151,7 +155,7 @@ class Adoption:
         call = next(of_order, found[0])
         row = call.row
         if not row.is_adopted:
-            self._say_once(row, "it writes into the live model by itself")
+            self._leave(row, "it writes into the live model by itself")
             return None
         if self._belongs_to_nothing(row, version):
             failure = self._failed.get(row.framework)
@@ -159,7 +163,7 @@ class Adoption:
                 return None
             raise failure.error
         if (reason := self._obstacle(row, call.arguments)) is not None:
-            self._say_once(row, reason)
+            self._leave(row, reason)
             return None
         return call
 
@@ -337,6 +341,18 @@ class Adoption:
         if sleep.weights != "live":
             return str(sleep.detail)
         return None
+
+    def _leave(self, row: KnownCall, reason: str) -> None:
+        """Let a call write into the live weights, unless adoption was asked for."""
+        if self._is_required:
+            raise Conflict(
+                f"{row.method} of {row.framework} cannot be adopted, which "
+                f"--inflight-adopt {self._adopt} asks for: {reason}",
+                remedy="Start the engine without --inflight-adopt: such a call then "
+                "writes into the live weights, and what it writes gets a label and no "
+                "digest. Nothing has changed.",
+            )
+        self._say_once(row, reason)
 
     def _say_once(self, row: KnownCall, reason: str) -> None:
         if (row.framework, reason) in self._said:

@@ -164,7 +164,8 @@ class UpdateLoader:
         self.writes = ParameterWrites(shadow, self.coverage)
         """What a method of a worker extension writes into parameters itself."""
         self.written_digest: str | None = None
-        """Of these parameters, once the verdict is known; None if there are none."""
+        """Of these parameters, once the verdict is known. None: there are none. Empty:
+        contents are not digested."""
         self.unfilled: list[str] = []
         """Tensors that filled nothing on this rank; another stage may use them."""
         self.num_bytes = 0
@@ -758,6 +759,9 @@ class UpdateLoader:
     def _digest_written(self) -> None:
         """Digest what a method has written itself, and check its numbers."""
         if not self.writes.names:
+            return
+        if not self._verify:
+            self.written_digest = ""
             return
         with undirected():
             digests = self.writes.digests()

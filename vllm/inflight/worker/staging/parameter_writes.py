@@ -119,15 +119,16 @@ class ParameterWrites:
         params = {
             name: self._shadow.module.get_parameter(name).data for name in self.names
         }
-        if self._shadow.device.type == "cuda":
-            on_gpu = GpuDigest(self._shadow.device, {})
-            on_gpu.add(list(params.items()))
-            return {name: (digest, bad) for name, digest, bad in on_gpu.results()}
-        num = self._shadow.num_threads
-        tensors = list(params.values())
+        on_gpu = GpuDigest(self._shadow.device, {})
+        on_gpu.add([(name, t) for name, t in params.items() if t.is_cuda])
+        found = {name: (digest, bad) for name, digest, bad in on_gpu.results()}
+        # The CPU build, and shadow weights in host memory.
+        on_host = {name: t for name, t in params.items() if not t.is_cuda}
+        tensors, num = list(on_host.values()), self._shadow.num_threads
         digests = ops.digest(tensors, num_threads=num)
         bad = ops.count_nonfinite(tensors, num_threads=num)
-        return dict(zip(params, zip(digests, bad, strict=True), strict=True))
+        found |= zip(on_host, zip(digests, bad, strict=True), strict=True)
+        return {name: found[name] for name in params}
 
     def digest(self, digests: Mapping[str, tuple[ops.Digest, int]]) -> str:
         """One digest of these parameters, with their forms."""
