@@ -86,6 +86,17 @@ def counted(core: EngineCore, method: str) -> int:
     return int(call(core, "metrics")["outside_writes"].get(method, 0))
 
 
+def test_the_engine_says_which_known_calls_it_adopts(
+    engine: EngineCore, staging: str
+) -> None:
+    told = call(engine, "info")["worker_extension"]
+    assert told["name"] == f"{__name__}.{Extension.__name__}"
+    why = {each["call"].partition("(")[0]: each["why"] for each in told["calls"]}
+    assert why.keys() >= {VERL, SPARSE, PIPELINE, SKYRL}
+    assert "by itself" in why[SPARSE]
+    assert (why[PIPELINE] is None) == (staging == "auto")
+
+
 @pytest.mark.parametrize(
     ("method", "args", "why", "result"),
     [ADAPTER, DELTA, KERNEL],

@@ -94,6 +94,11 @@ class KnownCall:
     enough to tell. A row with these has to come before the one without."""
 
     @property
+    def signature(self) -> str:
+        """The method with its parameters."""
+        return f"{self.method}({', '.join(self.parameters)})"
+
+    @property
     def is_adopted(self) -> bool:
         """Whether such calls become updates, unless something stands against it."""
         return self.role is not Role.IN_PLACE

@@ -119,6 +119,7 @@ class Adoption:
                 ", ".join(dict.fromkeys(row.method for row in adopted)),
             )
         self._is_quantised = config.model_config.is_quantized
+        self._extension = config.parallel_config.worker_extension_cls or None
         self._open: OpenVersion | None = None
         self._failed: dict[str, Failure] = {}
         """Framework → its last version, if that has failed."""
@@ -166,6 +167,31 @@ class Adoption:
             self._leave(row, reason)
             return None
         return call
+
+    def state(self) -> dict[str, Any] | None:
+        """The worker extension, and its known calls; None if it has neither.
+
+        For each call `why` says why it is not adopted, and is None if it is.
+        """
+        if self._extension is None and not self.rows:
+            return None
+        calls = [
+            {
+                "framework": row.framework,
+                "call": row.signature,
+                "role": row.role.value,
+                "why": self._why_not(row),
+            }
+            for row in self.rows
+        ]
+        return {"name": self._extension, "calls": calls}
+
+    def _why_not(self, row: KnownCall) -> str | None:
+        if self._adopt == "off":
+            return "the engine has --inflight-adopt off"
+        if not row.is_adopted:
+            return "it writes into the live model by itself"
+        return self._standing_obstacle(row)
 
     def known_write(
         self, method: object, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
@@ -323,7 +349,22 @@ class Adoption:
             EngineAsleep: the weights sleep.
 
         """
-        ranks, sleep = self._controller.ranks, self._controller.sleep
+        if (reason := self._standing_obstacle(row)) is not None:
+            return reason
+        if (reason := row.obstacle(arguments)) is not None:
+            return reason
+        sleep = self._controller.sleep
+        if sleep.weights == "asleep":
+            raise EngineAsleep(
+                f"{row.method} of {row.framework} writes weights, and {sleep.detail}"
+            )
+        if sleep.weights != "live":
+            return str(sleep.detail)
+        return None
+
+    def _standing_obstacle(self, row: KnownCall) -> str | None:
+        """Why no call of a row is adopted by this engine; None if some may be."""
+        ranks = self._controller.ranks
         if ranks.reason is not None:
             return f"weights of this engine cannot be updated in flight: {ranks.reason}"
         if ranks.has_mtp:
@@ -332,14 +373,6 @@ class Adoption:
             return "the model is quantised, and the method prepares its layers itself"
         if row.is_alone and self._controller.num_ranks > 1:
             return "the method uses the groups of the ranks that decode"
-        if (reason := row.obstacle(arguments)) is not None:
-            return reason
-        if sleep.weights == "asleep":
-            raise EngineAsleep(
-                f"{row.method} of {row.framework} writes weights, and {sleep.detail}"
-            )
-        if sleep.weights != "live":
-            return str(sleep.detail)
         return None
 
     def _leave(self, row: KnownCall, reason: str) -> None:
