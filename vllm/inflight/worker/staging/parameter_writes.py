@@ -20,6 +20,7 @@ from vllm.inflight.errors import Cause, Conflict
 from vllm.inflight.ops.gpu_digest import GpuDigest
 from vllm.inflight.tensor_names import PLAIN
 from vllm.inflight.worker.replay_plan import View, are_apart
+from vllm.inflight.worker.shadow.parameters import is_mirrored
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.staging.coverage import Coverage
 
@@ -44,6 +45,12 @@ class ParameterWrites:
         """The parameters that were begun so, sorted."""
         return sorted(self._coverage.written)
 
+    @property
+    def _are_in_place(self) -> bool:
+        """Whether parameters stay where they are during a load."""
+        assert self._shadow.module is not None
+        return is_mirrored(self._shadow.module)
+
     def can_be(self, name: str) -> bool:
         """Whether a method may write a parameter itself.
 
@@ -55,7 +62,7 @@ class ParameterWrites:
 
     def may_be_read(self, name: str) -> bool:
         """Whether a parameter has the content that this update has written."""
-        if self._shadow.device.type == "cpu":
+        if not self._are_in_place:
             return False  # a layer has its content when its load is complete
         fill = self._coverage.fills.get(name)
         return fill is not None and sum(fill.views.values()) >= fill.numel
@@ -115,10 +122,7 @@ class ParameterWrites:
 
     def digests(self) -> dict[str, tuple[ops.Digest, int]]:
         """Of each parameter: the digest of its content, and its non-finite numbers."""
-        assert self._shadow.module is not None
-        params = {
-            name: self._shadow.module.get_parameter(name).data for name in self.names
-        }
+        params = self._params()
         on_gpu = GpuDigest(self._shadow.device, {})
         on_gpu.add([(name, t) for name, t in params.items() if t.is_cuda])
         found = {name: (digest, bad) for name, digest, bad in on_gpu.results()}
@@ -132,17 +136,21 @@ class ParameterWrites:
 
     def digest(self, digests: Mapping[str, tuple[ops.Digest, int]]) -> str:
         """One digest of these parameters, with their forms."""
-        shapes, dtypes = self._shadow.required, self._shadow.dtypes
         return ops.manifest_digest(
-            (name, dtypes[name], tuple(shapes[name]), (digest.a, digest.b))
-            for name, (digest, _) in digests.items()
+            (name, _name_of(param.dtype), tuple(param.shape), digests[name][0])
+            for name, param in self._params().items()
         )
+
+    def _params(self) -> dict[str, torch.Tensor]:
+        assert self._shadow.module is not None
+        module = self._shadow.module
+        return {name: module.get_parameter(name).data for name in self.names}
 
     def _require_copy(
         self, name: str, view: View, known: torch.Tensor, source: torch.Tensor
     ) -> None:
         shape = view[1]
-        dtypes = [str(t.dtype).removeprefix("torch.") for t in (source, known)]
+        dtypes = [_name_of(t.dtype) for t in (source, known)]
         if tuple(source.shape) != shape:
             why = f"a tensor of shape {list(source.shape)} into {list(shape)} of it"
         elif dtypes[0] != dtypes[1] and not PLAIN.issuperset(dtypes):
@@ -168,7 +176,7 @@ class ParameterWrites:
             info.load_numel = max(1, info.load_numel)
             if info.load_numel_total == 1:
                 raise conflict(name, "the only number of its layer")
-        elif self._shadow.device.type == "cpu":
+        elif not self._are_in_place:
             raise conflict(name, "into it after its layer was complete")
         home = layer.get_parameter(key).data
         forms = [(t.shape, t.stride(), t.dtype) for t in (home, known)]
@@ -186,3 +194,7 @@ def conflict(name: str, what: str) -> Conflict:
         "or gives its tensors to load_weights. Start the engine with --inflight-adopt "
         "off if this one cannot"
     )
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
