@@ -17,6 +17,7 @@ from tests.e2e.test_adoption import served, tensors_of
 from tests.e2e.test_sleep import says
 from tests.e2e.test_upstream_reloads import parameters
 from tests.support.engines.bare_core import call, publish
+from tests.support.engines.script import run_script
 from tests.support.frameworks import direct
 from tests.support.frameworks.core import extended_core
 from tests.support.frameworks.direct import HOSTILE, NORM, TENSORS, WHOLE
@@ -127,7 +128,7 @@ def test_a_scrub_finds_what_changes_after_a_version_that_a_method_has_written(
     assert call(core, "verify")["result"] == "equal"
     model = core.model_executor.driver_worker.worker.model_runner.model
     param = dict(model.named_parameters())[NORM]
-    param.data.view(torch.uint8).cpu().numpy()[0] ^= 1
+    param.data.view(torch.int16)[0] ^= 1
     found = call(core, "verify")
     assert (found["result"], found["different"]) == ("different", [NORM])
 
@@ -165,3 +166,27 @@ def test_each_call_that_is_repeated_is_rejected(
     with pytest.raises(InflightError, match=names[0].replace(".", r"\.")):
         core.collective_rpc("tests_write_part", args=(names[:3], False))
     assert (served(core), parameters(core)) == before
+
+
+@pytest.mark.parametrize("parallel", ["tensor", "pipeline"])
+def test_each_of_two_ranks_writes_its_own_parameters(
+    folders: dict[str, Path], parallel: str
+) -> None:
+    check_two_ranks(folders, parallel)
+
+
+def check_two_ranks(folders: dict[str, Path], parallel: str) -> None:
+    room, bind = "tests.support.frameworks", {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    told = *folders.values(), parallel
+    seen = run_script("direct_ranks", *told, room=room, env=bind)
+    new, old = seen["new"][2], seen["old"][2]
+    assert new != old
+    error, label, digest, tokens = seen["step_1"]
+    assert (error, label, tokens) == (None, "step_1", new) and digest is not None
+    error, *after = seen["half"]
+    assert "norm.weight" in error and after == seen["step_1"][1:]
+    assert seen["step_2"] == [None, "step_2", digest, new]
+    error, label, other, _ = seen["other"]
+    assert (error, label) == (None, "other") and other not in (None, digest)
+    assert seen["rolled back"] == ["step_2", digest, new]
+    assert seen["scrub"] == "equal"

@@ -80,6 +80,21 @@ def columns(model: Any, kernel: Tensors, checkpoint: Tensors) -> None:
         param.data[..., half:] = tensor[..., half:]
 
 
+def in_passing(model: Any, kernel: Tensors, checkpoint: Tensors) -> None:
+    for name, param in model.named_parameters():
+        param.data.copy_(kernel[name])
+
+
+def on_another_stream(model: Any, kernel: Tensors, checkpoint: Tensors) -> None:
+    if not kernel[NORM].is_cuda:
+        return copies(model, kernel, checkpoint)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for param, tensor in _pairs(model, kernel):
+            torch.cuda._sleep(1_000_000)  # whoever does not wait reads what was before
+            param.data.copy_(tensor * 1)
+
+
 def wider(model: Any, kernel: Tensors, checkpoint: Tensors) -> None:
     for param, tensor in _pairs(model, kernel):
         param.copy_(tensor.float())
@@ -152,6 +167,8 @@ WHOLE: dict[str, Callable[..., None]] = {
     "assignments": assignments,
     "halves": halves,
     "columns": columns,
+    "in passing": in_passing,
+    "on another stream": on_another_stream,
     "wider": wider,
     "a reused buffer": reused_buffer,
     "foreach": foreach,
@@ -194,6 +211,8 @@ def _after(act: Callable[[Any, torch.nn.Parameter, torch.Tensor], object]) -> An
 
 
 def _past_torch(model: Any, param: torch.nn.Parameter, tensor: torch.Tensor) -> None:
+    if param.is_cuda:  # nothing but a kernel of one's own could
+        return _in_thread(model, param, tensor)
     to = param.data.view(torch.uint8)
     to.numpy()[:] = tensor.view(torch.uint8).numpy()
 
@@ -256,11 +275,13 @@ HOSTILE: dict[str, tuple[Callable[..., None], str]] = {
     "a delta in place": (_then(lambda m, p, t: p.data.add_(t)), NORM),
     "out": (_then(lambda m, p, t: torch.mul(t, 1, out=p.data)), NORM),
     "an index": (
-        _then(lambda m, p, t: p.data.__setitem__(torch.arange(128), t)),
+        _then(
+            lambda m, p, t: p.data.__setitem__(torch.arange(128, device=p.device), t)
+        ),
         NORM,
     ),
     "a mask": (
-        _then(lambda m, p, t: p.data.masked_scatter_(torch.ones(128).bool(), t)),
+        _then(lambda m, p, t: p.data.masked_scatter_(torch.ones_like(t).bool(), t)),
         NORM,
     ),
     "other data": (_then(lambda m, p, t: setattr(p, "data", t.clone())), NORM),

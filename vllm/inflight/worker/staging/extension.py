@@ -238,6 +238,24 @@ def _group_of(value: object) -> Any:
 
 
 @contextmanager
+def _listed_parameters(model: torch.nn.Module) -> Iterator[None]:
+    """Let `named_parameters` of a model walk it at once.
+
+    A method may write each parameter as it comes to it. The first write begins the load
+    of layers, which changes what would be walked.
+    """
+
+    def named_parameters(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        return iter(list(type(model).named_parameters(model, *args, **kwargs)))
+
+    vars(model)["named_parameters"] = named_parameters
+    try:
+        yield
+    finally:
+        del vars(model)["named_parameters"]
+
+
+@contextmanager
 def _default_device(device: torch.device) -> Iterator[None]:
     """Let tensors be made on `device`, unless a call names another device.
 
@@ -516,7 +534,13 @@ class ExtensionCalls(StagedEngine):
             door.stream = torch.cuda.current_stream()
         try:
             usual = self.usual_device or torch.device("cpu")
-            with noting() as rejections, calling(True), guard, _default_device(usual):
+            with (
+                noting() as rejections,
+                calling(True),
+                guard,
+                _default_device(usual),
+                _listed_parameters(_target_of(self.model)),
+            ):
                 return method(*command.args, **command.kwargs)
         except InflightError:
             raise
@@ -571,6 +595,10 @@ def stand_in(worker: upstream.WorkerBase, model: torch.nn.Module) -> Any:
     names = {name for row in rows for name in row.private}
     apart = {name: _kept_in(private, name) for name in names}
     return _like(worker, apart | {"model_runner": _fixed(own_runner)})
+
+
+def _target_of(model: torch.nn.Module) -> torch.nn.Module:
+    return model.target if isinstance(model, ModelWithDrafter) else model
 
 
 def of_target(model: torch.nn.Module) -> Any:
