@@ -46,6 +46,7 @@ class Update:
             allow_nonfinite=False,
             cancelled=lambda: False,
             progress=lambda num_bytes, num_tensors: None,
+            first_write=self._open,
         )
         self.intake.coverage.lets_write = True
         self.is_open = False
