@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.shadow_on_host import HIDDEN, SHARDS, Sets, shows, version
@@ -232,10 +232,19 @@ def test_a_replayed_tensor_counts_as_loaded(sets: Sets) -> None:
     update.close()
 
 
+def missing(update: Update, name: str) -> list[int]:
+    """The rows of a parameter that were not written so far."""
+    shape = update.sets.shadow.required[name]
+    written = torch.zeros(shape, dtype=torch.bool)
+    for offset, size, stride in update.intake.coverage.fills[name].views:
+        written.as_strided(size, stride, offset).fill_(True)
+    return [row for row in range(shape[0]) if not written[row].all()]
+
+
 PARTS = st.tuples(
     st.sampled_from([QKV, NORM, EMBED]),
-    st.integers(0, 3 * HIDDEN),
-    st.integers(0, 3 * HIDDEN),
+    st.sampled_from([0, 4, 8, 16]),
+    st.sampled_from([4, 8, 16, 3 * HIDDEN]),
 )
 ACTS = st.one_of(
     st.tuples(st.just("write"), PARTS),
@@ -247,7 +256,12 @@ ACTS = st.one_of(
 
 
 @settings(max_examples=150, deadline=None)
-@given(acts=st.lists(ACTS, max_size=8), is_whole=st.booleans(), catches=st.booleans())
+@example(acts=[("own", (NORM, 0, 16))], is_whole=True, catches=False)
+@example(acts=[("add", (NORM, 0, 16))], is_whole=True, catches=True)
+@example(
+    acts=[("fill", (QKV, 0, 8)), ("write", (QKV, 4, 16))], is_whole=True, catches=False
+)
+@given(acts=st.lists(ACTS, max_size=4), is_whole=st.booleans(), catches=st.booleans())
 def test_a_version_that_is_accepted_is_the_one_that_was_sent(
     acts: list[Any], is_whole: bool, catches: bool
 ) -> None:
@@ -285,10 +299,9 @@ def test_a_version_that_is_accepted_is_the_one_that_was_sent(
                         act(model, kind, what)
                 else:
                     act(model, kind, what)
-            if is_whole:
-                for name, param in model.named_parameters():
-                    if name not in update.intake.coverage.begun:
-                        param.copy_(wanted[name])
+            for name, param in model.named_parameters() if is_whole else ():
+                for row in missing(update, name):
+                    param.data[row].copy_(wanted[name][row])
 
         try:
             update.run(method)
