@@ -113,8 +113,13 @@ def test_a_tensor_that_the_model_does_not_take_is_named(
 
 
 @pytest.mark.parametrize("named", ["Verl"], indirect=True)
-def test_an_adapter_is_no_version(core: EngineCore) -> None:
-    before = call(core, "info")
+def test_an_adapter_is_no_update_and_gets_a_label_and_kv_of_its_own(
+    core: EngineCore,
+) -> None:
+    """Its KV is not that of the adapter before, which may have had the same name."""
+    before, ended = served(core), call(core, "status")["outcomes"]
     adapter = {"peft_config": {"r": 8}, "base_sync_done": True, "use_shm": True}
     assert core.collective_rpc(IPC, kwargs=adapter) == [None]
-    assert call(core, "info") == before
+    epoch = before[1] + 1
+    assert served(core) == (f"untracked-{epoch}", epoch, None)
+    assert call(core, "status")["outcomes"] == ended

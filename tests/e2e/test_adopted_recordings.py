@@ -20,7 +20,7 @@ from tests.e2e.test_upstream_reloads import parameters
 from tests.support.engines.bare_core import Streams, add, call, prompt, publish
 from tests.support.frameworks.core import beside_steps, extended_core
 from tests.support.frameworks.recorded import SENT, Tensors
-from vllm.inflight.errors import Conflict, InflightError, WeightsMismatch
+from vllm.inflight.errors import InflightError, WeightsMismatch
 
 pytestmark = pytest.mark.engine
 
@@ -281,15 +281,23 @@ def test_an_adapter_of_roll_is_no_version(core: EngineCore) -> None:
     assert call(core, "status")["outcomes"] == before
 
 
+@pytest.mark.parametrize(
+    ("name", "sizes", "why"),
+    [
+        ("model.norm.weight", (128,), r"missing: .*q_proj\.weight"),
+        # It is packed here, and has no memory of its own.
+        ("model.layers.0.self_attn.qkv_proj.weight", (256, 128), "must match the size"),
+    ],
+)
 @pytest.mark.parametrize("named", ["PrimeRL"], indirect=True)
-def test_writes_without_load_weights_are_rejected_by_name(
-    core: EngineCore, folders: dict[str, Path]
+def test_writes_into_some_of_the_parameters_are_rejected_by_name(
+    core: EngineCore, name: str, sizes: tuple[int, ...], why: str
 ) -> None:
     """prime-rl sends kernel format if it quantises in the transfer."""
     before, said = served(core), says(core, "before")
     core.collective_rpc("init_broadcaster", args=(True,))
-    SENT.append(("model.norm.weight", torch.ones(128, dtype=torch.bfloat16)))
-    with pytest.raises(Conflict, match=r"model\.norm\.weight .* without load_weights"):
+    SENT.append((name, torch.ones(sizes, dtype=torch.bfloat16)))
+    with pytest.raises(InflightError, match=why):
         core.collective_rpc("update_weights_from_path", args=("nowhere",))
     core.collective_rpc("init_broadcaster", args=(False,))
     assert served(core) == before and says(core, "after") == said

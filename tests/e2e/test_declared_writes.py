@@ -43,16 +43,18 @@ class Extension(NemoRL, PrimeRLNixl):
         self.model_runner.model.load_weights(list(_received()))
 
 
-@pytest.fixture(scope="module", params=["on", "off"])
-def adopt(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture(scope="module", params=[None, "off"], ids=["default", "off"])
+def adopt(request: pytest.FixtureRequest) -> str | None:
+    """The value of --inflight-adopt, if it is given."""
+    return request.param  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
-def booted(folders: dict[str, Path], adopt: str) -> Iterator[EngineCore]:
+def booted(folders: dict[str, Path], adopt: str | None) -> Iterator[EngineCore]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_custom_ops, "_supports_onednn", False)
-        flags = {"additional_config": {"inflight": {"adopt": adopt}}}
+        given = {} if adopt is None else {"adopt": adopt}
+        flags = {"additional_config": {"inflight": given}}
         name = f"{__name__}.{Extension.__name__}"
         with extended_core(folders["old"], name, **flags) as core:
             yield core

@@ -28,6 +28,7 @@ COMMAND = Path(sys.executable).with_name("vllm-inflight")
 @pytest.fixture(scope="module")
 def server(old: Path) -> Iterator[Server]:
     flags = ("--weight-transfer-config", '{"backend": "local"}')
+    flags += ("--worker-extension-cls", "tests.support.frameworks.openrlhf.Extension")
     with Server(old, *flags, "--inflight-health-s", f"{HEALTH_S}", key=KEY) as running:
         yield running
 
@@ -57,6 +58,8 @@ def test_a_server_that_serves_is_healthy(server: Server, new: Path) -> None:
     assert {finding["state"] for finding in findings.values()} == {"good"}
     assert findings["vLLM"]["found"] == "0.32.0"
     assert "'n' (epoch" in findings["weights"]["found"]
+    told = findings["worker extension"]["found"]
+    assert "is adopted as OpenRLHF: update_weight(name, dtype, shape, empty" in told
 
 
 def test_the_doctor_reports_that_control_routes_need_a_key(server: Server) -> None:

@@ -22,16 +22,18 @@ pytestmark = pytest.mark.engine
 EXTENSION = "tests.support.frameworks.openrlhf.Extension"
 
 
-@pytest.fixture(scope="module", params=["on", "off"])
-def adopt(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+@pytest.fixture(scope="module", params=[None, "off"], ids=["default", "off"])
+def adopt(request: pytest.FixtureRequest) -> str | None:
+    """The value of --inflight-adopt, if it is given."""
+    return request.param  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
-def booted(folders: dict[str, Path], adopt: str) -> Iterator[EngineCore]:
+def booted(folders: dict[str, Path], adopt: str | None) -> Iterator[EngineCore]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_custom_ops, "_supports_onednn", False)
-        flags = {"additional_config": {"inflight": {"adopt": adopt}}}
+        given = {} if adopt is None else {"adopt": adopt}
+        flags = {"additional_config": {"inflight": given}}
         with extended_core(folders["old"], EXTENSION, **flags) as core:
             yield core
 
@@ -74,7 +76,7 @@ def test_with_adopt_off_each_call_writes_into_the_live_weights(
     assert call(core, "info")["previous"] is None
 
 
-@pytest.mark.parametrize("adopt", ["on"], indirect=True)
+@pytest.mark.parametrize("adopt", [None], indirect=True)
 def test_a_function_in_place_of_a_name_is_not_adopted(
     core: EngineCore, trainer: StoreTrainer, folders: dict[str, Path]
 ) -> None:
@@ -91,7 +93,7 @@ def test_a_function_in_place_of_a_name_is_not_adopted(
     assert served(core)[2] is None and call(core, "info")["previous"] is None
 
 
-@pytest.mark.parametrize("adopt", ["on"], indirect=True)
+@pytest.mark.parametrize("adopt", [None], indirect=True)
 def test_weights_that_a_sleep_has_given_up_are_filled_in_place(
     core: EngineCore, trainer: StoreTrainer, folders: dict[str, Path]
 ) -> None:

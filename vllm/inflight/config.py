@@ -110,7 +110,9 @@ class InflightConfig:
     adopt: str = _knob(
         "on",
         "'on': worker calls by which known frameworks write weights (OpenRLHF, verl "
-        "and others) become updates: they are staged, verified and committed. "
+        "and others) become updates: they are staged, verified and committed. If it "
+        "is given, such a call that cannot become one is rejected; by default it "
+        "writes into the live weights. "
         "'direct': so do calls of the model's load_weights by code in the engine's own "
         "process (TRL and ms-swift colocated). 'off': all of them write into the live "
         "weights, as in upstream vLLM.",
@@ -273,8 +275,18 @@ class InflightConfig:
     @classmethod
     def of(cls, vllm_config: Any) -> InflightConfig:
         """The configuration that a `VllmConfig` carries."""
-        extra = vllm_config.additional_config
-        return cls.parse(extra.get("inflight") if isinstance(extra, Mapping) else None)
+        return cls.parse(_given(vllm_config))
+
+    @staticmethod
+    def is_given(vllm_config: Any, name: str) -> bool:
+        """Whether somebody has set a field, be it to its default."""
+        given = _given(vllm_config)
+        return isinstance(given, Mapping) and name in given
+
+
+def _given(vllm_config: Any) -> object:
+    extra = vllm_config.additional_config
+    return extra.get("inflight") if isinstance(extra, Mapping) else None
 
 
 def admin_key() -> str | None:

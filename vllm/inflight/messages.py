@@ -20,7 +20,7 @@ FlipTo = Literal["next", "before", "undo"]
 aborted update may be staged; or the version that was served before the last flip, as if
 there had been none."""
 
-NOT_REPORTED = frozenset({"unfilled", "drift", "opened", "shares"})
+NOT_REPORTED = frozenset({"unfilled", "drift", "opened", "shares", "written"})
 """Keys of a status that the engine core reads and no report contains."""
 
 STAGED_KEYS = frozenset({"digest", "drift"})
@@ -57,6 +57,9 @@ class Status:
     """Digest of the tensors that the rank was sent."""
     digest: str | None = None
     """Digest of the whole version that the rank has staged; None: not known."""
+    written: str | None = None
+    """Digest of the parameters that a method of a worker extension has written itself,
+    which are this rank's own; None if there are none."""
     shares: list[int] | None = None
     """Of a delta: what the rank's parts of cut tensors add to their digests, and what
     the shares of all ranks have to add up to; see worker/delta/shares.py."""

@@ -230,6 +230,41 @@ def test_weights_that_differ_in_a_scrub_are_reported():
     assert wrong(found(healthy(weight_info=SERVED | {"scrub": scrub}))) == []
 
 
+PUSH = {"framework": "mine", "call": "push(folder)", "role": "version", "why": None}
+PATCH = PUSH | {
+    "call": "patch(delta)",
+    "why": "it writes into the live model by itself",
+}
+
+
+@pytest.mark.parametrize(
+    ("calls", "state", "words"),
+    [
+        ([PUSH], State.GOOD, "Mine is adopted as mine: push(folder)"),
+        (
+            [PUSH, PATCH],
+            State.NOTE,
+            "push(folder); patch(delta) is not adopted: it writes into the live",
+        ),
+        ([PATCH], State.NOTE, "Mine has known calls, and none is adopted; patch"),
+        ([], State.NOTE, "Mine has none of the known calls"),
+    ],
+)
+def test_the_doctor_says_which_calls_of_a_running_extension_are_adopted(
+    calls: list[dict[str, Any]], state: State, words: str
+) -> None:
+    served = SERVED | {"worker_extension": {"name": "Mine", "calls": calls}}
+    finding = found(healthy(num_engines=2, weight_info=served))["worker extension"]
+    assert finding.state is state and words in finding.found
+    assert (finding.remedy is None) == (state is State.GOOD)
+
+
+def test_without_a_worker_extension_there_is_no_finding_about_one():
+    assert "worker extension" not in found(healthy())
+    served = SERVED | {"worker_extension": None}
+    assert "worker extension" not in found(healthy(weight_info=served))
+
+
 def test_sleeping_weights_are_a_note_that_says_how_to_wake_them():
     finding = found(healthy(weight_info=SERVED | {"weights": "asleep"}))["weights"]
     assert finding.state is State.NOTE

@@ -18,7 +18,7 @@ import torch
 
 import vllm.inflight
 from vllm.inflight import ops, patch, upstream
-from vllm.inflight.cli.finding import Finding, State
+from vllm.inflight.cli.finding import NOT_ADOPTED, Finding, State
 from vllm.inflight.config import (
     ADMIN_KEY_ENV,
     ALLOW_RUST_ENV,
@@ -136,7 +136,7 @@ def _known_calls(extension: str | None) -> tuple[list[CallState], list[Finding]]
     calls = [
         CallState(
             row.framework,
-            f"{row.method}({', '.join(row.parameters)})",
+            row.signature,
             row.role.value,
             None if methods is None else row.is_of(methods),
         )
@@ -166,8 +166,7 @@ def _extension(extension: str, methods: dict[str, list[str]]) -> Finding:
         name,
         f"{extension} is not adopted: {why}",
         State.NOTE,
-        "What it writes gets a label and no digest. A KnownCall makes its calls known: "
-        "see the page on drop-in use.",
+        NOT_ADOPTED,
     )
 
 

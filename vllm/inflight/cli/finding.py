@@ -26,3 +26,10 @@ class Finding:
     state: State = State.GOOD
     remedy: str | None = None
     """What to do; None if there is nothing to do."""
+
+
+NOT_ADOPTED = (
+    "What it writes gets a label and no digest. A KnownCall makes its calls known: see "
+    "the page on drop-in use."
+)
+"""What to do about worker calls that are not adopted."""

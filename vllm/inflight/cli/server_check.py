@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from vllm.inflight.cli.finding import Finding, State
+from vllm.inflight.cli.finding import NOT_ADOPTED, Finding, State
 from vllm.inflight.connection import connect
 from vllm.inflight.errors import EngineAsleep, EngineUnreachable, InflightError
 
@@ -101,7 +101,8 @@ def diagnose(first: Probe, second: Probe, apart_s: float) -> list[Finding]:
     obstacles = [f for path in CONTROL if (f := _obstacle(second, path)) is not None]
     if obstacles:
         return [*findings, obstacles[0]]
-    findings += [_versions(_engines(second, "/weight_info"))]
+    engines = _engines(second, "/weight_info")
+    findings += [_versions(engines), *_extension(engines)]
     before = _engines(first, "/weight_update")
     updates = _engines(second, "/weight_update")
     if len(before) != len(updates):  # the server was restarted in between
@@ -171,6 +172,33 @@ def _versions(engines: list[Facts]) -> Finding:
         State.WRONG,
         "Publish one version to all of them.",
     )
+
+
+def _extension(engines: list[Facts]) -> Iterator[Finding]:
+    """Which calls of the worker extension are adopted, and why others are not.
+
+    All engines of a server have the same extension. A server of an older release does
+    not tell.
+    """
+    told = engines[0].get("worker_extension") if engines else None
+    if told is None:
+        return
+    name, extension = "worker extension", told["name"] or "the worker's own class"
+    adopted = [call for call in told["calls"] if call["why"] is None]
+    others = [call for call in told["calls"] if call["why"] is not None]
+    if adopted:
+        frameworks = ", ".join(dict.fromkeys(call["framework"] for call in adopted))
+        calls = ", ".join(call["call"] for call in adopted)
+        found = f"{extension} is adopted as {frameworks}: {calls}"
+    elif others:
+        found = f"{extension} has known calls, and none is adopted"
+    else:
+        found = f"{extension} has none of the known calls"
+    if others:
+        whys = (f"{call['call']} is not adopted: {call['why']}" for call in others)
+        found = "; ".join([found, *whys])
+    state = State.GOOD if adopted and not others else State.NOTE
+    yield Finding(name, found, state, None if state is State.GOOD else NOT_ADOPTED)
 
 
 def _update(

@@ -370,8 +370,9 @@ class Controller(Attached):
         before = self.live_version.before
         previous = None if before is None else before.version.to_dict()
         state = {"previous": previous, "weights": self.sleep.weights}
-        state |= {"weights_detail": self.sleep.detail}
-        return self.version.to_dict() | state | {"scrub": self.scrubs.state()}
+        state |= {"weights_detail": self.sleep.detail, "scrub": self.scrubs.state()}
+        state |= {"worker_extension": self.adoption.state()}
+        return self.version.to_dict() | state
 
     def rename(self, call: calls.RenameVersion) -> dict[str, Any]:
         """Call the weights served something else: a version without bytes."""

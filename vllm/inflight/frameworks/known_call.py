@@ -94,6 +94,11 @@ class KnownCall:
     enough to tell. A row with these has to come before the one without."""
 
     @property
+    def signature(self) -> str:
+        """The method with its parameters."""
+        return f"{self.method}({', '.join(self.parameters)})"
+
+    @property
     def is_adopted(self) -> bool:
         """Whether such calls become updates, unless something stands against it."""
         return self.role is not Role.IN_PLACE
@@ -130,7 +135,9 @@ class KnownWrite:
     label: str | None = None
     """The label of what it writes; None: `untracked-<epoch>`."""
     is_certain: bool = False
-    """Whether it has written also if nothing shows it."""
+    """Whether it has written also if nothing shows it, and if it has failed."""
+    is_expected: bool = False
+    """Whether it has written also if nothing shows it, unless it has failed."""
     failure: Callable[[Any], str | None] = _never
     """See `KnownCall.failure`."""
 
@@ -138,7 +145,8 @@ class KnownWrite:
     def of(cls, row: KnownCall, arguments: Arguments) -> KnownWrite:
         """What a row says of a call with these arguments."""
         is_certain = row.role is Role.IN_PLACE
-        return cls(row.label(arguments), is_certain, row.failure)
+        is_expected = row.role in (Role.VERSION, Role.PART, Role.COMPLETING)
+        return cls(row.label(arguments), is_certain, is_expected, row.failure)
 
     def failed(self, replies: object) -> EngineFault | None:
         """Why the replies of the ranks mean that the call has failed; None if not."""

@@ -251,6 +251,25 @@ _INFO: dict[str, Schema] = _VERSION | {
     "weights": TEXT | {"description": "`live`, or why nothing is decoded."},
     "weights_detail": _TEXT_OR_NULL,
     "scrub": {"type": ["object", "null"]},
+    "worker_extension": {
+        "type": ["object", "null"],
+        "properties": {
+            "name": _TEXT_OR_NULL,
+            "calls": {
+                "type": "array",
+                "items": {
+                    "type": "object",
+                    "properties": {
+                        "framework": TEXT,
+                        "call": TEXT,
+                        "role": TEXT,
+                        "why": _TEXT_OR_NULL
+                        | {"description": "Why it is not adopted; null if it is."},
+                    },
+                },
+            },
+        },
+    },
 }
 _PAUSE: dict[str, Schema] = {
     "paused": FLAG,

@@ -36,6 +36,7 @@ from vllm.inflight.engine.pause.absorption import Need
 from vllm.inflight.engine.transaction import Update
 from vllm.inflight.errors import (
     Cancelled,
+    Conflict,
     EngineAsleep,
     EngineFault,
     InflightError,
@@ -105,6 +106,8 @@ class Adoption:
         self._controller = controller
         config = core.vllm_config
         self._adopt = InflightConfig.of(config).adopt
+        self._is_required = InflightConfig.is_given(config, "adopt")
+        """Whether a known call that cannot be adopted is rejected."""
         self.rows = matched(controller.ranks.methods)
         """The rows of the table that fit the workers of this engine."""
         may_adopt = self._adopt != "off" and controller.ranks.reason is None
@@ -116,6 +119,7 @@ class Adoption:
                 ", ".join(dict.fromkeys(row.method for row in adopted)),
             )
         self._is_quantised = config.model_config.is_quantized
+        self._extension = config.parallel_config.worker_extension_cls or None
         self._open: OpenVersion | None = None
         self._failed: dict[str, Failure] = {}
         """Framework → its last version, if that has failed."""
@@ -136,6 +140,7 @@ class Adoption:
         """A worker call that is adopted; None if it is executed as it is.
 
         Raises:
+            Conflict: the call cannot be adopted, and --inflight-adopt was given.
             EngineAsleep: the call would write into weights that sleep.
             InflightError: the call belongs to a version that has failed before.
 
@@ -151,7 +156,7 @@ class Adoption:
         call = next(of_order, found[0])
         row = call.row
         if not row.is_adopted:
-            self._say_once(row, "it writes into the live model by itself")
+            self._leave(row, "it writes into the live model by itself")
             return None
         if self._belongs_to_nothing(row, version):
             failure = self._failed.get(row.framework)
@@ -159,9 +164,34 @@ class Adoption:
                 return None
             raise failure.error
         if (reason := self._obstacle(row, call.arguments)) is not None:
-            self._say_once(row, reason)
+            self._leave(row, reason)
             return None
         return call
+
+    def state(self) -> dict[str, Any] | None:
+        """The worker extension, and its known calls; None if it has neither.
+
+        For each call `why` says why it is not adopted, and is None if it is.
+        """
+        if self._extension is None and not self.rows:
+            return None
+        calls = [
+            {
+                "framework": row.framework,
+                "call": row.signature,
+                "role": row.role.value,
+                "why": self._why_not(row),
+            }
+            for row in self.rows
+        ]
+        return {"name": self._extension, "calls": calls}
+
+    def _why_not(self, row: KnownCall) -> str | None:
+        if self._adopt == "off":
+            return "the engine has --inflight-adopt off"
+        if not row.is_adopted:
+            return "it writes into the live model by itself"
+        return self._standing_obstacle(row)
 
     def known_write(
         self, method: object, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
@@ -319,7 +349,22 @@ class Adoption:
             EngineAsleep: the weights sleep.
 
         """
-        ranks, sleep = self._controller.ranks, self._controller.sleep
+        if (reason := self._standing_obstacle(row)) is not None:
+            return reason
+        if (reason := row.obstacle(arguments)) is not None:
+            return reason
+        sleep = self._controller.sleep
+        if sleep.weights == "asleep":
+            raise EngineAsleep(
+                f"{row.method} of {row.framework} writes weights, and {sleep.detail}"
+            )
+        if sleep.weights != "live":
+            return str(sleep.detail)
+        return None
+
+    def _standing_obstacle(self, row: KnownCall) -> str | None:
+        """Why no call of a row is adopted by this engine; None if some may be."""
+        ranks = self._controller.ranks
         if ranks.reason is not None:
             return f"weights of this engine cannot be updated in flight: {ranks.reason}"
         if ranks.has_mtp:
@@ -328,15 +373,19 @@ class Adoption:
             return "the model is quantised, and the method prepares its layers itself"
         if row.is_alone and self._controller.num_ranks > 1:
             return "the method uses the groups of the ranks that decode"
-        if (reason := row.obstacle(arguments)) is not None:
-            return reason
-        if sleep.weights == "asleep":
-            raise EngineAsleep(
-                f"{row.method} of {row.framework} writes weights, and {sleep.detail}"
-            )
-        if sleep.weights != "live":
-            return str(sleep.detail)
         return None
+
+    def _leave(self, row: KnownCall, reason: str) -> None:
+        """Let a call write into the live weights, unless adoption was asked for."""
+        if self._is_required:
+            raise Conflict(
+                f"{row.method} of {row.framework} cannot be adopted, which "
+                f"--inflight-adopt {self._adopt} asks for: {reason}",
+                remedy="Start the engine without --inflight-adopt: such a call then "
+                "writes into the live weights, and what it writes gets a label and no "
+                "digest. Nothing has changed.",
+            )
+        self._say_once(row, reason)
 
     def _say_once(self, row: KnownCall, reason: str) -> None:
         if (row.framework, reason) in self._said:

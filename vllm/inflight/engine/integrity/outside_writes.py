@@ -307,7 +307,8 @@ class OutsideWrites:
         self._note_displaced(name)
         is_loading = any(report["is_loading"] for report in found)
         is_written = any(report["is_written"] for report in found)
-        if known.is_certain and not any(report["is_asleep"] for report in found):
+        has_written = known.is_certain or (known.is_expected and error is None)
+        if has_written and not any(report["is_asleep"] for report in found):
             is_written = True
         if is_loading and error is not None:
             self._break_off(name, f"it has failed ({_text(error)})")

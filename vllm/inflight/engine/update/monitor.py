@@ -18,7 +18,7 @@ from vllm.inflight import upstream
 from vllm.inflight.background import Background
 from vllm.inflight.engine.transaction import SPENT, Update
 from vllm.inflight.engine.update.ledger import Ledger
-from vllm.inflight.engine.update.ranks import Ranks, agree, verdict
+from vllm.inflight.engine.update.ranks import Ranks, agree, verdict, with_written
 from vllm.inflight.errors import (
     Cancelled,
     Conflict,
@@ -194,7 +194,8 @@ class UpdateMonitor:
             if isinstance(digest, InflightError):
                 self.end(update, digest)
             else:
-                update.digest, update.sent = digest, statuses[0].sent
+                update.digest = digest
+                update.sent = with_written(statuses[0].sent, statuses)
                 update.num_bytes = sum(status.bytes for status in statuses)
                 update.num_replayed = max(status.replayed or 0 for status in statuses)
                 for part in SPENT:

@@ -7,6 +7,7 @@ out-of-band writes.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -418,7 +419,8 @@ def agree(statuses: list[Status]) -> InflightError | str | None:
     """The digest of the version that all ranks staged, or an error if they differ.
 
     It is None for a subset on top of weights without a digest. The digest of the sent
-    tensors is compared in any case.
+    tensors is compared in any case. Parameters that methods of worker extensions have
+    written themselves are each rank's own, so that digests of them are joined.
     """
     votes = {(status.sent, status.digest) for status in statuses}
     if len(votes) > 1:
@@ -435,7 +437,19 @@ def agree(statuses: list[Status]) -> InflightError | str | None:
             f"{counted(names)}; no parameter is filled by {listed(names)}",
             named={Cause.UNUSED: names},
         )
-    return statuses[0].digest
+    whole = statuses[0].digest
+    return None if whole is None else with_written(whole, statuses)
+
+
+def with_written(digest: str | None, statuses: list[Status]) -> str | None:
+    """The digest of sent tensors, joined with what methods have written on each rank.
+
+    It is `digest` itself if they have written nothing.
+    """
+    if not any(status.written for status in statuses):
+        return digest
+    text = repr([digest, *(status.written for status in statuses)])
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _unproved(statuses: list[Status]) -> InflightError | None:

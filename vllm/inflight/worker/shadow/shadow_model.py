@@ -300,6 +300,11 @@ class ShadowModel:
         return has_both or self.log is not None
 
     @property
+    def is_remade(self) -> bool:
+        """Whether a load makes layers anew, which keep what they get until then."""
+        return self.device.type == "cpu" or bool(self.quantised)
+
+    @property
     def copied_bytes(self) -> int:
         """Device bytes of shadow parameters, or of the log, in torch's own memory."""
         if self.module is None or self.device.type == "cpu" or self.arenas:

@@ -2,7 +2,7 @@
 
 A fused parameter is filled by several tensors, and a sharded parameter by a part of
 one. An update is complete when every element of every parameter was written, whatever
-the names of the tensors were. So the writes are watched stale the parameters' loaders.
+the names of the tensors were. So the writes of the parameters' loaders are watched.
 """
 
 from __future__ import annotations
@@ -81,7 +81,14 @@ class Coverage:
         self.fills = {n: Fill(shape.numel()) for n, shape in required.items()}
         """What has been written of each parameter."""
         self.begun: set[str] = set()
-        """Parameters whose loader was called, whatever it wrote."""
+        """Parameters whose loader was called, whatever it wrote, and those that a
+        method of a worker extension has written itself."""
+        self.loaded: set[str] = set()
+        """Those whose loader was called."""
+        self.written: set[str] = set()
+        """Those that a method of a worker extension has written itself."""
+        self.lets_write = False
+        """Whether such a method may do so, see parameter_writes.py."""
         self.refilled: set[str] = set()
         """Parameters of which an element was written by two tensors."""
         self.num_loads = 0
@@ -139,6 +146,7 @@ class Coverage:
         """A recorded load is about to be replayed."""
         for name, view in entry.filled:
             self.begin(name)
+            self.loaded.add(name)
             if view in self.fills[name].views:
                 self.refilled.add(name)
             self.fills[name].views[view] = prod(view[1])
@@ -159,10 +167,17 @@ class Coverage:
                 f"{list(source.shape)} of it are for {list(param.shape)} of the model"
             )
         self.begin(name)
+        self.loaded.add(name)
         self.num_loads += 1
         self.fills[name].views[0, tuple(param.shape), param.stride()] = param.numel()
         if self.entry is not None:
             self.entry.is_whole = False
+
+    def overwrite(self, name: str, view: View) -> None:
+        """A method of a worker extension is about to write a view of a parameter."""
+        self.begin(name)
+        self.written.add(name)
+        self.fills[name].views[view] = prod(view[1])
 
     def watching(self) -> AbstractContextManager[Any]:
         """Context: the model's own loader runs."""
@@ -336,7 +351,9 @@ class Coverage:
             if name in self.fills and tensor is not layer._parameters.get(key):
                 loader = getattr(tensor, "weight_loader", None)
                 self._watching.append((tensor, loader))
-                tensor.weight_loader = functools.partial(self._filled_again, name)
+                tensor.weight_loader = functools.partial(
+                    self._filled_again, name, loader or upstream.default_weight_loader
+                )
 
     def _unless_asked(self, loader: Callable[..., Any]) -> Callable[..., Any]:
         """`loader` of a parameter that need not be filled; does nothing while it is
@@ -352,11 +369,15 @@ class Coverage:
         online_process_loader.__wrapped__ = loader  # type: ignore[attr-defined]
         return online_process_loader
 
-    def _filled_again(self, name: str, *args: object, **kwargs: object) -> bool:
-        """A tensor has come for a parameter that is full."""
+    def _filled_again(
+        self, name: str, loader: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """A tensor has come for a parameter that is full, or that a method has kept."""
         if self._asked is not None:
             self._asked.add(name)
             return True
+        if is_calling() and self.lets_write and name not in self._quantised:
+            return _own_loader(loader)(*args, **kwargs)
         _require_loader(name)
         self.num_loads += 1
         self.refilled.add(name)
@@ -385,11 +406,15 @@ class Coverage:
             if self._asked is not None:
                 self._asked.add(name)
                 return True  # loaders of experts report whether they used the tensor
+            if is_calling() and self.lets_write and name not in self._quantised:
+                # Its copies are looked at one by one, and none is put off.
+                return _own_loader(loader)(*args, **kwargs)
             _require_loader(name)
             loaded = args[1] if len(args) > 1 else kwargs.get("loaded_weight")
             if isinstance(loaded, torch.Tensor):
                 _require_dtype(param, loaded)
             self.begin(name)
+            self.loaded.add(name)
             self.has_strays |= self.entry is None
             before = () if self.entry is None else self.entry.filled
             own = {view for param_name, view in before if param_name == name}
@@ -416,6 +441,13 @@ class Coverage:
         if not is_deferred:
             online_process_loader.__name__ = "in_place_loader"
         return online_process_loader
+
+
+def _own_loader(loader: Callable[..., Any]) -> Callable[..., Any]:
+    """A parameter's loader without upstream's wrappers, which put its copies off."""
+    while getattr(loader, "__name__", "") == "online_process_loader":
+        loader = loader.__wrapped__  # type: ignore[attr-defined]
+    return loader
 
 
 def _require_loader(name: str) -> None:

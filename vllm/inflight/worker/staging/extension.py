@@ -4,6 +4,7 @@ Another framework's method reaches the weights by `model_runner.model` of its wo
 the method gets a stand-in for the worker. The stand-in has all attributes of the
 worker, except that its model is the shadow model. Its `load_weights` is a `Door`, with
 the checks of an update behind it. The method brings its tensors by its own transport.
+What it copies into parameters itself goes through the door as well.
 
 While the method runs, the load of the shadow model is ours: what upstream does to begin
 and to end a load has no effect in this thread, see adopted_call.py. Collecting garbage
@@ -40,7 +41,13 @@ from vllm.inflight.worker.adopted_call import (
 from vllm.inflight.worker.integrity.outside_writes import SOURCE
 from vllm.inflight.worker.model.drafter import ModelWithDrafter
 from vllm.inflight.worker.model.layers import parameters
-from vllm.inflight.worker.staging.weight_memory import WeightMemory
+from vllm.inflight.worker.staging.parameter_writes import ParameterWrites
+from vllm.inflight.worker.staging.weight_memory import (
+    LIVE,
+    Known,
+    WeightMemory,
+    pairs_of,
+)
 from vllm.inflight.yielding import with_breaks
 
 
@@ -91,20 +98,21 @@ class Guard(TorchDispatchMode):
     - Collectives of the groups of ranks that decode. Steps use these groups at the same
       time. Ranks would meet in different calls, and would wait for each other or
       receive each other's tensors.
-    - Writes into parameters, see weight_memory.py.
+    - Writes into parameters that are not accounted for, and reads of what was there
+      before; see weight_memory.py.
 
     Collectives of torch and of vLLM are operators. NCCL that vLLM calls past torch, and
     its queue in shared memory, are guarded by themselves.
 
     Args:
         method: the method that runs, for the message.
-        memory: of the parameters.
+        door: of the update; it takes the writes that are accounted for.
 
     """
 
-    def __init__(self, method: str, memory: WeightMemory) -> None:
+    def __init__(self, method: str, door: Door) -> None:
         super().__init__()
-        self._method, self._memory = method, memory
+        self._method, self._door = method, door
         known = (found() for found in upstream.GROUPS.values())
         groups = [g for g in known if g is not None and g.world_size > 1]
         self._decoding = [
@@ -128,9 +136,35 @@ class Guard(TorchDispatchMode):
         if self._decoding and self._is_theirs(func, args, named):
             name = func.__name__.partition(".")[0].strip("_")
             raise rejected(_conflict(self._method, name))
-        if (what := self._memory.written_by(func, args, named)) is not None:
-            raise rejected(_write_conflict(self._method, what))
+        memory = self._door.memory
+        for known in memory.read_by(func, args, named):
+            if not self._door.may_be_read(known):
+                raise rejected(_read_conflict(self._method, known))
+        if written := memory.written_by(func, args, named):
+            return self._written(func, args, named, written)
         return func(*args, **named)
+
+    def _written(
+        self,
+        func: torch._ops.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        written: list[Known],
+    ) -> Any:
+        """Have the door make the copies of an operator; raises if it does more."""
+        copied = [
+            (self._door.memory.of(target), target, source)
+            for target, source in pairs_of(func, args)
+        ]
+        if not copied or not all(self._door.takes(*each) for each in copied):
+            raise rejected(_write_conflict(self._method, written[0]))
+        is_late = bool(args[2]) if len(args) > 2 else bool(kwargs.get("non_blocking"))
+        for known, target, source in copied:
+            if known:
+                self._door.write(known[0], target, source, non_blocking=is_late)
+            else:
+                target.copy_(source, non_blocking=is_late)
+        return args[0] if isinstance(args[0], torch.Tensor) else None
 
     def _is_theirs(
         self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -176,11 +210,20 @@ def _conflict(method: str, name: str) -> Conflict:
     )
 
 
-def _write_conflict(method: str, what: str) -> Conflict:
+def _write_conflict(method: str, what: object) -> Conflict:
     return Conflict(
-        f"{method} of the worker extension writes into {what} itself, without "
-        "load_weights, so its tensors cannot be verified; start the engine with "
+        f"{method} of the worker extension writes into {what} itself, in a way that "
+        "cannot be verified: an adopted method gives its tensors to load_weights, or "
+        "copies them into parameters, each element once; start the engine with "
         "--inflight-adopt off"
+    )
+
+
+def _read_conflict(method: str, what: object) -> Conflict:
+    return Conflict(
+        f"{method} of the worker extension reads {what}, which has the content of an "
+        "earlier version until this one is written, so nothing may be computed from "
+        "it; start the engine with --inflight-adopt off"
     )
 
 
@@ -192,6 +235,24 @@ def _group_of(value: object) -> Any:
         return torch.distributed.ProcessGroup.unbox(value)
     except RuntimeError:  # it is another object of torch's
         return None
+
+
+@contextmanager
+def _listed_parameters(model: torch.nn.Module) -> Iterator[None]:
+    """Let `named_parameters` of a model walk it at once.
+
+    A method may write each parameter as it comes to it. The first write begins the load
+    of layers, which changes what would be walked.
+    """
+
+    def named_parameters(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        return iter(list(type(model).named_parameters(model, *args, **kwargs)))
+
+    vars(model)["named_parameters"] = named_parameters
+    try:
+        yield
+    finally:
+        del vars(model)["named_parameters"]
 
 
 @contextmanager
@@ -211,12 +272,14 @@ class Door:
     """`load_weights` of the shadow model, as a method of an extension calls it.
 
     Args:
-        load: the update loader.
+        load: the `load_weights` of the update loader.
         model: the shadow model.
         live: the live model.
         clones: whether layers keep tensors after the call. The sender uses the memory
             of its tensors again, so they are cloned.
         device: the default device of the load.
+        writes: takes what the method writes itself; None if it may write nothing.
+        first_write: called before a write that may be the first one.
 
     Attributes:
         failure: the first error of a load, or of what was rejected. A method may handle
@@ -233,13 +296,18 @@ class Door:
         *,
         clones: bool,
         device: torch.device,
+        writes: ParameterWrites | None = None,
+        first_write: Callable[[], None] = lambda: None,
     ) -> None:
         self._load, self._model, self._clones = load, model, clones
+        self._writes, self._first_write = writes, first_write
         self.memory = WeightMemory(model, live)
         self._children = [(m, dict(m._modules)) for m in model.modules()]
         self.note_homes()
         self._device = device
         self.failure: Exception | None = None
+        self.stream: torch.cuda.Stream | None = None
+        """The stream of staging, while a method runs on a GPU."""
         self._is_used = False
         self._states = self._now()
         """The parameters when nothing but the update loader had written them."""
@@ -276,13 +344,76 @@ class Door:
             self.failure = self.failure or error
             raise
         finally:
-            if self._clones:  # a layer that is complete has its parameters elsewhere
-                self.memory.moved()
-                self.note_homes()
+            self._note_load()
+        return names
+
+    def may_be_read(self, known: Known) -> bool:
+        """Whether a method may read the content of a parameter."""
+        if known.model == LIVE:
+            return True
+        return self._writes is not None and self._writes.may_be_read(known.name)
+
+    def takes(
+        self, known: list[Known], target: torch.Tensor, source: torch.Tensor
+    ) -> bool:
+        """Whether a copy into these parameters can be accounted for."""
+        if not known:
+            return True
+        if self._writes is None or len(known) > 1 or known[0].model == LIVE:
+            return False
+        can_be = self._writes.can_be(known[0].name)
+        return can_be and known[0].view(target) is not None
+
+    def write(
+        self,
+        known: Known,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        *,
+        non_blocking: bool,
+    ) -> None:
+        """Copy `source` into `target`, which is a view of a parameter."""
+        view = known.view(target)
+        assert self._writes is not None and view is not None
+        if self._clones:
+            self.bring_home()
+        try:
+            with (
+                calling(False),
+                _disable_current_modes(),
+                _default_device(self._device),
+                self._on_stream(),
+            ):
+                self._first_write()
+                self._writes.write(
+                    known.name, view, known.param, source, non_blocking=non_blocking
+                )
+        except Exception as error:
+            self.failure = self.failure or error
+            raise
+        finally:
+            self._note_load()
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Context: the stream of staging, in order with the stream of the method."""
+        own = self.stream
+        if own is None or own == (current := torch.cuda.current_stream(own.device)):
+            yield
+            return
+        own.wait_stream(current)
+        with torch.cuda.stream(own):
+            yield
+        current.wait_stream(own)
+
+    def _note_load(self) -> None:
+        """A load may have given layers other memory, and has begun."""
+        if self._clones:
+            self.memory.moved()
+            self.note_homes()
         if not self._is_used:
             # The first load has begun the load of all layers, and checked the plan.
             self._is_used, self._states = True, self._now()
-        return names
 
     def note_homes(self) -> None:
         """Remember the parameters and their places; nobody else changes them.
@@ -397,11 +528,19 @@ class ExtensionCalls(StagedEngine):
             name, method = "load_weights", self.model.load_weights
         else:
             name, method = command.method, getattr(self._stand_in, command.method)
-        guard, rejections = Guard(name, door.memory), []
+        guard, rejections = Guard(name, door), []
         door.note_homes()
+        if torch.device(self.worker.device).type == "cuda":
+            door.stream = torch.cuda.current_stream()
         try:
             usual = self.usual_device or torch.device("cpu")
-            with noting() as rejections, calling(True), guard, _default_device(usual):
+            with (
+                noting() as rejections,
+                calling(True),
+                guard,
+                _default_device(usual),
+                _listed_parameters(_target_of(self.model)),
+            ):
                 return method(*command.args, **command.kwargs)
         except InflightError:
             raise
@@ -456,6 +595,10 @@ def stand_in(worker: upstream.WorkerBase, model: torch.nn.Module) -> Any:
     names = {name for row in rows for name in row.private}
     apart = {name: _kept_in(private, name) for name in names}
     return _like(worker, apart | {"model_runner": _fixed(own_runner)})
+
+
+def _target_of(model: torch.nn.Module) -> torch.nn.Module:
+    return model.target if isinstance(model, ModelWithDrafter) else model
 
 
 def of_target(model: torch.nn.Module) -> Any:

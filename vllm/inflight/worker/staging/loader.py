@@ -45,6 +45,7 @@ from vllm.inflight.worker.replay_plan import Entry, replay
 from vllm.inflight.worker.shadow.parameters import make_empty
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.staging.coverage import Coverage, Fill
+from vllm.inflight.worker.staging.parameter_writes import ParameterWrites
 from vllm.inflight.worker.staging.throttle import undirected
 from vllm.inflight.worker.verify.checks import Problem, TensorChecks, rejection
 from vllm.inflight.worker.verify.content import Content
@@ -160,6 +161,11 @@ class UpdateLoader:
         self._keeps = is_packed and verify and bool(manifest.tensors)
         self._kept: dict[str, torch.Tensor] = {}
         """The accepted tensors, on the CPU build, for a later delta."""
+        self.writes = ParameterWrites(shadow, self.coverage)
+        """What a method of a worker extension writes into parameters itself."""
+        self.written_digest: str | None = None
+        """Of these parameters, once the verdict is known. None: there are none. Empty:
+        contents are not digested."""
         self.unfilled: list[str] = []
         """Tensors that filled nothing on this rank; another stage may use them."""
         self.num_bytes = 0
@@ -735,6 +741,7 @@ class UpdateLoader:
         if self._writer is not None:
             return self._verdict_of(self._writer)
         checks = self._checks
+        self._require_written_once()
         with undirected():
             for name, digest, bad in self._gpu_digest.results():
                 self._judge(name, digest, bad)
@@ -762,8 +769,33 @@ class UpdateLoader:
         self._note_unused()
         if checks.objects:
             raise self._mismatch(is_end=True)
+        self._digest_written()
         self._shadow.plan.confirm()
         return Content(checks.facts(), samples, self._kept)
+
+    def _require_written_once(self) -> None:
+        """Raise `WeightsMismatch` if an element that a method has written itself was
+        written again, by the method or by `load_weights`."""
+        for name, cause, why in self.writes.problems():
+            self._checks.note_wrong(name, cause, why)
+        if self._checks.has_rejected:
+            raise self._mismatch()
+
+    def _digest_written(self) -> None:
+        """Digest what a method has written itself, and check its numbers."""
+        if not self.writes.names:
+            return
+        if not self._verify:
+            self.written_digest = ""
+            return
+        with undirected():
+            digests = self.writes.digests()
+        if not self._allow_nonfinite:
+            for name, cause, why in self.writes.nonfinite(digests):
+                self._checks.note_wrong(name, cause, why)
+        if self._checks.has_rejected:
+            raise self._mismatch()
+        self.written_digest = self.writes.digest(digests)
 
     def _verdict_of(self, writer: DeltaWriter) -> Content:
         """The content of what a delta changes; raises as `verdict` does."""

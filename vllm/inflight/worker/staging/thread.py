@@ -231,15 +231,17 @@ class StagingThread(Background):
             fills=self._fills,
         )
         if command.transport == "extension":
-            is_kept = self._shadow.device.type == "cpu" or bool(self._shadow.quantised)
             assert self._shadow.module is not None
             self._door = Door(
                 self._intake.load_weights,
                 self._shadow.module,
                 self._shadow.live,
-                clones=is_kept,
+                clones=self._shadow.is_remade,
                 device=torch.device(self._worker.device),
+                writes=self._intake.writes,
+                first_write=self._open,
             )
+            self._intake.coverage.lets_write = self._shadow.log is None
             self._stager.extension.note_source()
         self._intake.coverage.stand_before(self._door or self._intake.load_weights)
         if manifest.tensors:
@@ -303,9 +305,12 @@ class StagingThread(Background):
         self._transport.start_weight_update()
         if self._intake.writes_elements:
             self._shadow.reset()  # no layer is loaded, and none is processed
+        # A method of an extension may call a parameter's loader. Where layers have no
+        # memory, upstream's would keep the tensor, so ours has to be there before.
         is_ours = isinstance(self._transport, StagedEngine)
+        is_called = self._intake.coverage.lets_write and self._shadow.is_remade
         load = self._door or self._intake.load_weights
-        self._intake.coverage.watch(load, at_once=not is_ours)
+        self._intake.coverage.watch(load, at_once=not is_ours or is_called)
 
     def _receive(self, payload: Any) -> None:
         info = self._read(payload)
@@ -474,7 +479,11 @@ class StagingThread(Background):
             self._stager.note_sent(command.may_lack, begun)
         digest = sent.digest()
         whole_digest: str | None = digest
-        if whole is not sent:
+        if intake.written_digest is not None:
+            # A method has written parameters itself, so not every tensor is known. The
+            # digest is told only if nothing was carried over.
+            whole, whole_digest = None, None if intake.is_partial else digest
+        elif whole is not sent:
             whole_digest = None if whole is None else whole.digest()
         self._status = replace(
             self._status,
@@ -485,6 +494,7 @@ class StagingThread(Background):
             sent=digest,
             shares=intake.shares,
             digest=whole_digest,
+            written=intake.written_digest,
             unfilled=intake.unfilled,
             bytes=intake.num_bytes,
             replayed=shadow.plan.num_proved,

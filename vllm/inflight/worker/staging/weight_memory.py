@@ -1,33 +1,94 @@
-"""The memory of the weights, which a method of a worker extension must not write.
+"""The memory of the weights, in which a method of a worker extension may not do as it
+likes.
 
-An adopted method gives its tensors to `load_weights` of the shadow model, where each of
-them is checked and digested. What it writes into a parameter itself would be served
-under the digest of what it has loaded. A method that has kept parameters of the live
-model would write into weights that decode. So operators of torch that write are looked
-at before they run, wherever in the memory of a parameter they write.
+An adopted method gives its tensors to `load_weights` of the shadow model, or copies
+them into the parameters of the shadow model itself; see parameter_writes.py. Any other
+write would be served under the digest of something else. A method that has kept
+parameters of the live model would write into weights that decode. So operators of
+torch are looked at before they run, wherever in the memory of a parameter they write.
 
-Writes that are no operators of torch are not seen, such as those of NCCL that vLLM
-calls past torch.
+What the shadow model holds before it is written is older than what is served. A method
+that computes from it, as one that adds a difference, would make weights that no trainer
+has. So operators that read it are looked at, too.
+
+What is no operator of torch is not seen, such as NCCL that vLLM calls past torch.
 """
 
 from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from vllm.inflight import ops
 from vllm.inflight.worker.model.layers import parameters
+from vllm.inflight.worker.replay_plan import View
 
-Place = tuple[int, int, str]
-"""Of a parameter: the addresses of its first byte and after its last, and its name."""
+LIVE, SHADOW = "the live model", "the shadow model"
+
+COPIES = {torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default}
+FILLS = {
+    torch.ops.aten.zero_.default,
+    torch.ops.aten.fill_.Scalar,
+    torch.ops.aten.fill_.Tensor,
+}
+"""Operators that write all of a tensor, as loaders do with padding."""
+
+FORMS = frozenset(
+    f"{kind}_like" for kind in ("empty", "zeros", "ones", "full", "rand", "randn")
+) | frozenset(
+    f"new_{kind}" for kind in ("empty", "empty_strided", "zeros", "ones", "full")
+)
+"""Operators that read the form of a tensor, and not its content."""
+
+
+class Known(NamedTuple):
+    """A parameter of one of the two models."""
+
+    name: str
+    model: str
+    """`LIVE` or `SHADOW`."""
+    param: torch.Tensor
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.model}"
+
+    def view(self, tensor: torch.Tensor) -> View | None:
+        """A tensor as a view of the parameter; None if it is none.
+
+        The two have the same memory. So they may be views of different storages.
+        """
+        param = self.param
+        if tensor.dtype != param.dtype:
+            return None
+        if tensor.is_meta:
+            offset = int(tensor.storage_offset() - param.storage_offset())
+        else:
+            first, last = _span(param)
+            begin, end = _span(tensor)
+            if not first <= begin <= end <= last or (begin - first) % param.itemsize:
+                return None
+            offset = (begin - first) // param.itemsize
+        return offset, tuple(tensor.shape), tuple(tensor.stride())
+
+
+class Place(NamedTuple):
+    """The addresses of the first byte of a parameter, and after its last one."""
+
+    begin: int
+    end: int
+    of: tuple[Known, ...]
+    """One parameter, or several that share memory."""
 
 
 class WeightMemory:
     """Where the parameters of the shadow model and of the live model are.
+
+    Places where a parameter was earlier in the update stay known, since a method may
+    have kept it.
 
     Args:
         shadow: the shadow model.
@@ -36,59 +97,92 @@ class WeightMemory:
     """
 
     def __init__(self, shadow: torch.nn.Module, live: torch.nn.Module) -> None:
-        self._models = {"the shadow model": shadow, "the live model": live}
+        self._models = {SHADOW: shadow, LIVE: live}
+        self._known: dict[int, Known] = {}
+        """By the id of the parameter, which is kept alive here."""
+        self._hollow: dict[int, Known] = {}
+        """Parameters without memory, by their storage. A layer has no memory until its
+        load is complete."""
         self._places: list[Place] | None = None
 
     def moved(self) -> None:
         """Parameters may have other places now."""
         self._places = None
 
+    def note(self) -> None:
+        """Remember where the parameters are now."""
+        for model, tree in self._models.items():
+            for name, _, _, param in parameters(tree):
+                self._known.setdefault(id(param), Known(name, model, param))
+        self._hollow = {
+            known.param.untyped_storage()._cdata: known
+            for known in self._known.values()
+            if known.param.is_meta
+        }
+        found = [
+            Place(*_span(known.param), (known,))
+            for known in self._known.values()
+            if _is_in_memory(known.param)
+        ]
+        self._places = _apart(sorted(found, key=lambda place: place[:2]))
+
     def written_by(
         self,
         func: torch._ops.OpOverload,
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-    ) -> str | None:
-        """The parameter that an operator would write; None if it writes none."""
-        for tensor in _written(func, args, kwargs):
-            if (name := self._parameter_at(tensor)) is not None:
-                return name
-        return None
+    ) -> list[Known]:
+        """The parameters that an operator would write."""
+        return self._at(_named(_outputs(func), args, kwargs))
 
-    def _parameter_at(self, tensor: torch.Tensor) -> str | None:
+    def read_by(
+        self,
+        func: torch._ops.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> list[Known]:
+        """The parameters whose content an operator would read."""
+        return self._at(_named(_inputs(func), args, kwargs))
+
+    def of(self, tensor: torch.Tensor) -> list[Known]:
+        """The parameters that a tensor shares memory with."""
+        if not tensor.numel():
+            return []
         if tensor.is_meta:
-            return self._hollow_parameter(tensor)
+            if self._places is None:
+                self.note()
+            known = self._hollow.get(tensor.untyped_storage()._cdata)
+            return [] if known is None else [known]
         if not _is_in_memory(tensor):
-            return None
+            return []
         if self._places is None:
-            self._places = _apart(sorted(self._found()))
+            self.note()
+        assert self._places is not None
         begin, end = _span(tensor)
-        index = bisect.bisect_left(self._places, (end,)) - 1
-        if index < 0 or self._places[index][1] <= begin:
-            return None
-        return self._places[index][2]
+        index = bisect.bisect_left(self._places, end, key=lambda p: p.begin) - 1
+        if index < 0 or self._places[index].end <= begin:
+            return []
+        return list(self._places[index].of)
 
-    def _hollow_parameter(self, tensor: torch.Tensor) -> str | None:
-        """The parameter that a tensor without memory is a view of; None if of none.
+    def _at(self, tensors: Iterable[torch.Tensor]) -> list[Known]:
+        return [known for tensor in tensors for known in self.of(tensor)]
 
-        A layer has no memory until its load is complete. What is written into it is
-        lost.
-        """
-        storage = tensor.untyped_storage()._cdata
-        for name, param in self._named():
-            if param.is_meta and param.untyped_storage()._cdata == storage:
-                return name
-        return None
 
-    def _found(self) -> Iterator[Place]:
-        for name, param in self._named():
-            if _is_in_memory(param):
-                yield *_span(param), name
-
-    def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        for where, model in self._models.items():
-            for name, _, _, param in parameters(model):
-                yield f"{name} of {where}", param
+def pairs_of(
+    func: torch._ops.OpOverload, args: tuple[Any, ...]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The targets and the sources of an operator that only copies; empty for others."""
+    if func in FILLS:
+        value = args[1] if len(args) > 1 else 0
+        if not isinstance(value, torch.Tensor):
+            value = torch.full((), value, dtype=args[0].dtype, device="cpu")
+        return [(args[0], value.expand(args[0].shape))]
+    if func not in COPIES:
+        return []
+    targets, sources = args[0], args[1]
+    if isinstance(targets, torch.Tensor):
+        return [(targets, sources)]
+    return list(zip(targets, sources, strict=True))
 
 
 def _is_in_memory(tensor: torch.Tensor) -> bool:
@@ -99,11 +193,11 @@ def _is_in_memory(tensor: torch.Tensor) -> bool:
 def _apart(places: list[Place]) -> list[Place]:
     """Sorted places, of which those that overlap are one, as of tied parameters."""
     found: list[Place] = []
-    for begin, end, name in places:
-        if found and begin < found[-1][1]:
-            first, last, known = found.pop()
-            begin, end, name = first, max(last, end), known
-        found.append((begin, end, name))
+    for place in places:
+        if found and place.begin < found[-1].end:
+            last = found.pop()
+            place = Place(last.begin, max(last.end, place.end), last.of + place.of)
+        found.append(place)
     return found
 
 
@@ -115,13 +209,14 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return begin, begin + (last + 1) * tensor.element_size()
 
 
-def _written(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+def _named(
+    arguments: Iterable[tuple[int, str]],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> Iterator[torch.Tensor]:
-    """The tensors that an operator writes."""
-    for index, name in _outputs(func):
-        value = args[index] if index < len(args) else kwargs.get(name)
-        yield from _tensors(value)
+    """The tensors that a call gives for these arguments."""
+    for index, name in arguments:
+        yield from _tensors(args[index] if index < len(args) else kwargs.get(name))
 
 
 @functools.cache
@@ -134,10 +229,29 @@ def _outputs(func: torch._ops.OpOverload) -> list[tuple[int, str]]:
             if func.__name__.partition(".")[0].endswith("_")
             else []
         )
+    return _arguments(func, lambda alias: alias is not None and alias.is_write)
+
+
+@functools.cache
+def _inputs(func: torch._ops.OpOverload) -> list[tuple[int, str]]:
+    """Place and name of each argument whose content an operator reads.
+
+    A view of an argument reads nothing.
+    """
+    if func.__name__.partition(".")[0] in FORMS:
+        return []
+    written = _outputs(func)
+    read = _arguments(func, lambda alias: alias is None)
+    return [argument for argument in read if argument not in written]
+
+
+def _arguments(
+    func: torch._ops.OpOverload, is_meant: Callable[[Any], bool]
+) -> list[tuple[int, str]]:
     return [
         (index, argument.name)
-        for index, argument in arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
+        for index, argument in enumerate(func._schema.arguments)
+        if is_meant(argument.alias_info)
     ]
 
 

@@ -1,0 +1,192 @@
+"""An adopted method that writes into parameters by itself: a version, or an error.
+
+As in test_out_of_band_writes.py, the packing of vLLM's CPU build is off.
+"""
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import _custom_ops
+from vllm.v1.engine.core import EngineCore
+
+from tests.e2e.test_adoption import served, tensors_of
+from tests.e2e.test_sleep import says
+from tests.e2e.test_upstream_reloads import parameters
+from tests.support.engines.bare_core import call, publish
+from tests.support.engines.script import run_script
+from tests.support.frameworks import direct
+from tests.support.frameworks.core import extended_core
+from tests.support.frameworks.direct import HOSTILE, NORM, TENSORS, WHOLE
+from vllm.inflight.errors import InflightError
+from vllm.inflight.frameworks import table
+
+pytestmark = pytest.mark.engine
+
+EXTENSION = "tests.support.frameworks.direct.Direct"
+
+
+@pytest.fixture(scope="module")
+def booted(folders: dict[str, Path]) -> Iterator[EngineCore]:
+    rows = (*direct.ROWS, *table.BUILT_IN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_custom_ops, "_supports_onednn", False)
+        patch.setattr(table, "BUILT_IN", rows)
+        table.known_calls.cache_clear()
+        with extended_core(folders["old"], EXTENSION) as core:
+            yield core
+    table.known_calls.cache_clear()
+    gc.collect()
+
+
+@pytest.fixture
+def expected(core: EngineCore, folders: dict[str, Path]) -> Iterator[Any]:
+    """What the new weights are, and say; what the engine serves is the old ones."""
+    publish(core, folders["new"], "new")
+    model = core.model_executor.driver_worker.worker.model_runner.model
+    kernel = {n: p.detach().clone() for n, p in model.named_parameters()}
+    checkpoint = tensors_of(folders["new"])
+    device = kernel[NORM].device
+    TENSORS["checkpoint"] = {n: t.to(device) for n, t in checkpoint.items()}
+    TENSORS["kernel"] = kernel
+    wanted = parameters(core), says(core, "expected")
+    # Twice: the shadow weights are older than those served.
+    publish(core, folders["old"], "older")
+    publish(core, folders["old"], "old")
+    yield wanted
+    TENSORS.clear()
+
+
+def write(core: EngineCore, way: str, catches: bool = False) -> Any:
+    return core.collective_rpc("tests_write", args=(way, catches))
+
+
+@pytest.mark.parametrize("way", WHOLE)
+def test_a_method_that_writes_every_parameter_itself_brings_a_version(
+    core: EngineCore, folders: dict[str, Path], expected: Any, way: str
+) -> None:
+    of_files = publish(core, folders["old"], "old")["digest"]
+    before, said = served(core), says(core, "before")
+    assert write(core, way) == [way]
+    label, epoch, digest = served(core)
+    assert (label, epoch) == (way, before[1] + 1)
+    assert digest is not None and digest != of_files
+    assert (parameters(core), says(core, "after")) == expected
+    assert call(core, "info")["previous"]["weight_version"] == "old"
+    assert call(core, "rollback")["weight_version"] == "old"
+    assert says(core, "rolled back") == said
+    assert write(core, way) == [way]
+    assert served(core)[2] == digest, "the same weights have the same digest"
+    publish(core, folders["old"], "old")
+    assert says(core, "after files") == said
+
+
+@pytest.mark.parametrize("catches", [False, True], ids=["raises", "catches"])
+@pytest.mark.parametrize("way", HOSTILE)
+def test_what_is_not_each_element_once_is_rejected_by_name_and_changes_nothing(
+    core: EngineCore, expected: Any, way: str, catches: bool
+) -> None:
+    before, said, held = served(core), says(core, "before"), parameters(core)
+    with pytest.raises(InflightError) as raised:
+        write(core, way, catches)
+    assert HOSTILE[way][1] in str(raised.value)
+    assert served(core) == before and says(core, "after") == said
+    assert parameters(core) == held
+    assert call(core, "status")["active"] is None
+    assert write(core, "copies") == ["copies"]
+    assert (parameters(core), says(core, "then")) == expected
+
+
+def test_the_digest_is_of_what_is_served(core: EngineCore, expected: Any) -> None:
+    write(core, "copies")
+    first = served(core)[2]
+    TENSORS["kernel"][NORM] = TENSORS["kernel"][NORM].clone()
+    TENSORS["kernel"][NORM][3] *= 2
+    write(core, "copies")
+    assert served(core)[2] not in (first, None)
+
+
+def test_no_delta_starts_from_a_version_that_a_method_has_written(
+    core: EngineCore, expected: Any
+) -> None:
+    write(core, "copies")
+    before = served(core)
+    manifest = {"format": 1, "base": before[2], "tensors": {}}
+    answer = core.inflight("start", {"transport": "local", "manifest": manifest})
+    if not isinstance(answer, dict):
+        answer = answer.result(timeout=30)
+    assert "error" in answer and served(core) == before
+
+
+def test_a_scrub_finds_what_changes_after_a_version_that_a_method_has_written(
+    core: EngineCore, expected: Any
+) -> None:
+    write(core, "copies")
+    assert call(core, "verify")["result"] == "equal"
+    model = core.model_executor.driver_worker.worker.model_runner.model
+    param = dict(model.named_parameters())[NORM]
+    param.data.view(torch.int16)[0] ^= 1
+    found = call(core, "verify")
+    assert (found["result"], found["different"]) == ("different", [NORM])
+
+
+def test_parts_of_a_version_are_written_in_several_calls(
+    core: EngineCore, expected: Any
+) -> None:
+    names = list(TENSORS["kernel"])
+    before = served(core)
+    for name in names:
+        assert served(core) == before
+        is_last = name == names[-1]
+        core.collective_rpc("tests_write_part", args=([name], is_last))
+    assert (parameters(core), says(core, "after")) == expected
+    assert served(core)[2] is not None
+
+
+def test_a_version_that_lacks_what_the_last_one_had_changes_nothing(
+    core: EngineCore, expected: Any
+) -> None:
+    names = [name for name in TENSORS["kernel"] if name != NORM]
+    core.collective_rpc("tests_write_part", args=(list(TENSORS["kernel"]), True))
+    before = served(core), parameters(core)
+    with pytest.raises(InflightError, match=r"model\.norm\.weight"):
+        core.collective_rpc("tests_write_part", args=(names, True))
+    assert (served(core), parameters(core)) == before
+
+
+def test_each_call_that_is_repeated_is_rejected(
+    core: EngineCore, expected: Any
+) -> None:
+    before = served(core), parameters(core)
+    names = list(TENSORS["kernel"])
+    core.collective_rpc("tests_write_part", args=(names[:3], False))
+    with pytest.raises(InflightError, match=names[0].replace(".", r"\.")):
+        core.collective_rpc("tests_write_part", args=(names[:3], False))
+    assert (served(core), parameters(core)) == before
+
+
+@pytest.mark.parametrize("parallel", ["tensor", "pipeline"])
+def test_each_of_two_ranks_writes_its_own_parameters(
+    folders: dict[str, Path], parallel: str
+) -> None:
+    check_two_ranks(folders, parallel)
+
+
+def check_two_ranks(folders: dict[str, Path], parallel: str) -> None:
+    room, bind = "tests.support.frameworks", {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    told = *folders.values(), parallel
+    seen = run_script("direct_ranks", *told, room=room, env=bind)
+    new, old = seen["new"][2], seen["old"][2]
+    assert new != old
+    error, label, digest, tokens = seen["step_1"]
+    assert (error, label, tokens) == (None, "step_1", new) and digest is not None
+    error, *after = seen["half"]
+    assert "norm.weight" in error and after == seen["step_1"][1:]
+    assert seen["step_2"] == [None, "step_2", digest, new]
+    error, label, other, _ = seen["other"]
+    assert (error, label) == (None, "other") and other not in (None, digest)
+    assert seen["rolled back"] == ["step_2", digest, new]
+    assert seen["scrub"] == "equal"
