@@ -65,7 +65,7 @@ class Made(NamedTuple):
     """What the layer, its scheme and its kernel keep in Python."""
 
 
-class Place(NamedTuple):
+class Candidate(NamedTuple):
     """Where a parameter may be served that was loaded: in which one, and the strides
     there for the dimensions of the loaded one."""
 
@@ -154,7 +154,7 @@ class Trial:
         self._live = {key: param for key, param in own if param is not None}
         self._copies: dict[str, list[tuple[str, Copied]]] = {}
         """Parameter in load format → each copy into it, and its tensor."""
-        self._places: dict[str, list[Place]] = {}
+        self._places: dict[str, list[Candidate]] = {}
         """Parameter in load format → where it may be served."""
         self._constant: tuple[dict[str, torch.Tensor], dict[str, Any]] | None = None
         """Other tensors of the layer, and its numbers; the same for every pattern."""
@@ -263,7 +263,7 @@ class Trial:
         held = [self._layer._parameters.get(key) for key in keys]
         return any(param is not None and param.is_meta for param in held)
 
-    def _places_of(self, shape: torch.Size) -> Iterator[Place]:
+    def _places_of(self, shape: torch.Size) -> Iterator[Candidate]:
         """Where a parameter of this shape may be served, if bytes stay as they are."""
         for key, served in self._live.items():
             if served.numel() != shape.numel():
@@ -275,7 +275,7 @@ class Trial:
                 strides.append(served.stride()[::-1])
             if served.is_contiguous():
                 strides.append(tuple(row_major(shape)))
-            yield from (Place(key, each) for each in dict.fromkeys(strides))
+            yield from (Candidate(key, each) for each in dict.fromkeys(strides))
 
     def _look(self, found: Made, patterns: Patterns) -> None:
         """Keep the places that show the patterns, and compare everything else."""
@@ -308,7 +308,7 @@ class Trial:
             raise NotKept("processing computes numbers from it")
 
     def _shows(
-        self, content: torch.Tensor, key: str, place: Place, patterns: Patterns
+        self, content: torch.Tensor, key: str, place: Candidate, patterns: Patterns
     ) -> bool:
         """Whether a processed parameter shows the patterns of `key`."""
         for name, copied in self._copies[key]:
@@ -324,7 +324,7 @@ class Trial:
                 return False
         return True
 
-    def _view(self, key: str, view: View, place: Place) -> View | None:
+    def _view(self, key: str, view: View, place: Candidate) -> View | None:
         shape = self._shadow.required[f"{self._path}.{key}" if self._path else key]
         return moved(view, shape, place.strides)
 
