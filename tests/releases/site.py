@@ -1,8 +1,8 @@
 """An environment of another release of vLLM, in front of the installed one.
 
 The folder `build/releases/<release>-site` has the release, and what only that release
-needs. With it first in PYTHONPATH, Python takes vLLM from there and everything else from
-this environment.
+needs. With it first in PYTHONPATH, Python takes vLLM from there, and everything else
+from this environment.
 
 A release without a CPU build gets the compiled kernels of the installed release. So its
 own Python runs: scheduler, engine core, outputs and API. What is seen there is not seen
