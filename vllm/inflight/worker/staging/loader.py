@@ -776,9 +776,10 @@ class UpdateLoader:
     def _require_written_once(self) -> None:
         """Raise `WeightsMismatch` if an element that a method has written itself was
         written again, by the method or by `load_weights`."""
-        for name, cause, why in self.writes.problems():
+        problems = list(self.writes.problems())
+        for name, cause, why in problems:
             self._checks.note_wrong(name, cause, why)
-        if self._checks.has_rejected:
+        if problems:
             raise self._mismatch()
 
     def _digest_written(self) -> None:
