@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from vllm import _custom_ops
 from vllm.v1.engine.core import EngineCore
 
@@ -20,7 +21,7 @@ from tests.support.engines.bare_core import call, publish
 from tests.support.engines.script import run_script
 from tests.support.frameworks import direct
 from tests.support.frameworks.core import extended_core
-from tests.support.frameworks.direct import HOSTILE, NORM, TENSORS, WHOLE
+from tests.support.frameworks.direct import FAILING, HOSTILE, NORM, TENSORS, WHOLE
 from vllm.inflight.errors import InflightError
 from vllm.inflight.frameworks import table
 
@@ -98,6 +99,35 @@ def test_what_is_not_each_element_once_is_rejected_by_name_and_changes_nothing(
     assert call(core, "status")["active"] is None
     assert write(core, "copies") == ["copies"]
     assert (parameters(core), says(core, "then")) == expected
+
+
+@pytest.mark.parametrize("way", FAILING)
+def test_what_a_failed_method_has_written_unseen_is_never_served(
+    core: EngineCore,
+    folders: dict[str, Path],
+    expected: Any,
+    tmp_path: Path,
+    way: str,
+) -> None:
+    """Neither by a rollback, nor by a version that does not send that parameter."""
+    other = "model.layers.0.input_layernorm.weight"
+    save_file({other: tensors_of(folders["old"])[other]}, tmp_path / "one.safetensors")
+
+    def publish_one() -> None:
+        subset = {"format": 1, "subset": [other]}
+        call(core, "start", transport="local", manifest=subset)
+        call(core, "receive", update_info={"path": str(tmp_path)})
+        call(core, "prepare")
+        call(core, "commit", weight_version="one")
+
+    publish_one()  # the shadow weights differ from those served in this tensor alone
+    held = parameters(core)
+    with pytest.raises(InflightError, match="the connection is broken"):
+        write(core, f"fails: {way}")
+    assert call(core, "info")["previous"] is None
+    publish_one()
+    assert parameters(core) == held
+    assert call(core, "verify")["result"] == "equal"
 
 
 def test_the_digest_is_of_what_is_served(core: EngineCore, expected: Any) -> None:

@@ -88,6 +88,26 @@ def test_a_chain_of_deltas_equals_whole_versions(llm, weights, tmp_path):
     assert chain == wholes
 
 
+def test_after_a_sleep_of_level_2_the_whole_version_is_sent_in_the_same_call(
+    llm, weights, monkeypatch
+):
+    config = llm.llm_engine.vllm_config.model_config
+    monkeypatch.setattr(config, "enable_sleep_mode", True)
+    with Publisher(llm, weights) as to:
+        to.publish()
+        step(weights, 1)
+        assert to.publish().is_delta
+        llm.sleep(level=2)
+        llm.wake_up(tags=["weights"])
+        step(weights, 2)
+        assert not to.publish("whole").is_delta
+        llm.wake_up(tags=["kv_cache"])
+        assert llm.get_weight_version() == "whole"
+        step(weights, 3)
+        assert to.publish().is_delta
+        assert llm.verify_weights()["result"] == "equal"
+
+
 def test_small_deltas_keep_the_namespace_of_kv_and_a_large_one_begins_another(
     llm, weights, new, tmp_path, monkeypatch
 ):

@@ -170,6 +170,11 @@ def test_nothing_is_decoded_after_a_level_2_sleep_until_a_whole_version_arrives(
     assert refused(sleeper, "start", transport="local", manifest=subset) == (
         "engine_asleep"
     )
+    norm = {"name": "model.norm.weight", "shape": [128], "dtype": "bfloat16"}
+    delta = {"format": 1, "base": 32 * "0", "tensors": [norm | {"digest": 32 * "0"}]}
+    assert refused(sleeper, "start", transport="local", manifest=delta) == (
+        "base_mismatch"
+    )
     assert refused(sleeper, "rollback") == "nothing_to_roll_back"
     add(sleeper, "waits", prompt(3))
     assert Streams(sleeper).step(3).tokens == {}

@@ -274,7 +274,7 @@ class VersionConflict(Conflict):
 
 
 class BaseMismatch(Conflict):
-    """A delta starts from another version than the one that is served.
+    """A delta starts from another version than is served, or the weights are lost.
 
     `served` is the digest of the live version; None if it is not known.
     """

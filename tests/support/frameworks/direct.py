@@ -305,9 +305,35 @@ HOSTILE: dict[str, tuple[Callable[..., None], str]] = {
 }
 """Ways that must change nothing, and the parameter that the error names."""
 
-WAYS: dict[str, Callable[..., None]] = WHOLE | {
-    way: act for way, (act, _) in HOSTILE.items()
+
+def _fails_after(
+    act: Callable[[Any, torch.nn.Parameter, torch.Tensor], object], *, first: Any = None
+) -> Callable[..., None]:
+    """Write one parameter past the door, and fail."""
+
+    def write(model: Any, kernel: Tensors, checkpoint: Tensors) -> None:
+        params = dict(model.named_parameters())
+        if first is not None:
+            params[first].copy_(kernel[first])
+        act(model, params[NORM], kernel[NORM])
+        raise RuntimeError("the connection is broken")
+
+    return write
+
+
+FAILING: dict[str, Callable[..., None]] = {
+    "past torch": _fails_after(_past_torch),
+    "in a thread": _fails_after(_in_thread),
+    "past torch, beside a copy": _fails_after(_past_torch, first=GATE_UP),
+    "in a thread, beside a copy": _fails_after(_in_thread, first=GATE_UP),
 }
+"""Ways that write what nobody sees, and raise an error."""
+
+WAYS: dict[str, Callable[..., None]] = (
+    WHOLE
+    | {way: act for way, (act, _) in HOSTILE.items()}
+    | {f"fails: {way}": act for way, act in FAILING.items()}
+)
 
 ROWS = [
     KnownCall(

@@ -18,7 +18,7 @@ from vllm.inflight.worker.shadow.parameters import (
     make_hollow,
     mirror_parameters,
 )
-from vllm.inflight.worker.staging.kept_table import fill_kept, moved
+from vllm.inflight.worker.staging.kept_table import Trial, fill_kept, moved
 from vllm.inflight.worker.verify.start_checkpoint import StartCheckpoint
 
 ROWS, COLUMNS = 6, 8
@@ -288,7 +288,20 @@ def test_an_engine_without_memory_for_patterns_starts_all_the_same(
     shadow = engine(as_it_is)
     monkeypatch.setattr(shadow, "load", full)
     fill_kept(shadow)
-    assert "was not tried: no memory" in shadow.unkept["fused"]
+    assert "was not tried: OutOfMemoryError('no memory')" in shadow.unkept["fused"]
+    assert not upstream.get_layerwise_info(shadow.module.fused).can_load()
+
+
+def test_an_engine_with_a_layer_unlike_all_others_starts_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def unlike(*_: Any) -> None:
+        raise KeyError("weight")
+
+    shadow = engine(as_it_is)
+    monkeypatch.setattr(Trial, "_look", unlike)
+    fill_kept(shadow)
+    assert "was not tried: KeyError('weight')" in shadow.unkept["fused"]
     assert not upstream.get_layerwise_info(shadow.module.fused).can_load()
 
 

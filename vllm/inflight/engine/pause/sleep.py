@@ -27,6 +27,7 @@ from vllm.inflight.engine.pause.absorption import Need
 from vllm.inflight.engine.scheduling import request_checks
 from vllm.inflight.engine.scheduling.scheduler_state import SchedulerState
 from vllm.inflight.errors import (
+    BaseMismatch,
     ConfigError,
     EngineAsleep,
     EngineFault,
@@ -129,9 +130,13 @@ class Sleep:
         if isinstance(call, FILLING):
             manifest = call.manifest if isinstance(call, calls.StartUpdate) else None
             # A manifest that is not an object is rejected later, awake or asleep.
-            is_part = isinstance(manifest, dict) and (
-                manifest.get("subset") or manifest.get("draft") or manifest.get("base")
-            )
+            told = manifest if isinstance(manifest, dict) else {}
+            if told.get("base") and self.weights == "gone":
+                raise BaseMismatch(
+                    f"{self.detail}; a delta has no version to start from",
+                    remedy="Send the whole version.",
+                )
+            is_part = told.get("subset") or told.get("draft") or told.get("base")
             self.check_weights(is_whole=not is_part)
         elif isinstance(call, READING):
             self.check_weights(is_whole=False)

@@ -92,9 +92,9 @@ def fill_kept(shadow: ShadowModel) -> None:
             except NotKept as reason:
                 shadow.unkept[path] = str(reason)
                 continue
-            except RuntimeError as error:  # memory is missing, for example
-                logger.warning("layer %s was not tried: %s", path, error)
-                shadow.unkept[path] = f"it was not tried: {error}"
+            except Exception as error:  # memory is missing, or a layer is unlike others
+                logger.warning("layer %s was not tried", path, exc_info=True)
+                shadow.unkept[path] = f"it was not tried: {error!r}"
                 continue
             for name, entry in entries.items():
                 shadow.kept.keep(name, entry)

@@ -300,6 +300,9 @@ class StagingThread(Background):
             self._stager.begin_fill()
         if not self._intake.is_delta:
             self._shadow.forget_changed()
+        if self._door is not None and self._shadow.log is None:
+            # The method may write past the door, where nobody watches.
+            self._shadow.stale.update(self._shadow.required)
         self._shadow.prove(self._between_proofs)  # it writes, so it comes no sooner
         self._transport_open = True
         self._transport.start_weight_update()
@@ -340,7 +343,10 @@ class StagingThread(Background):
         extension = self._stager.extension
         try:
             result = extension.call(command, door)
-        except EngineFault:
+        except InflightError as error:
+            self._give_up_unseen()
+            if not isinstance(error, EngineFault):
+                raise
             if door.failure is not None:
                 raise door.failure from None
             intake.require_accepted()  # it names the tensors, and the method does not
@@ -356,8 +362,18 @@ class StagingThread(Background):
             # No tensor came. Writes to `param.data` are not seen, so nothing can be
             # rolled back to from here on.
             self._open()
-            self._shadow.stale.update(self._shadow.required)
         self._status = replace(self._status, parameters=tally(intake.due()))
+
+    def _give_up_unseen(self) -> None:
+        """A method has failed before the door saw a write of it.
+
+        It may have written past the door, as a thread of it does: into the set that a
+        rollback returns to.
+        """
+        if self._is_open or self._shadow.log is not None:
+            return
+        self._shadow.stale.update(self._shadow.required)
+        self._give_up_way_back()
 
     def _allow_lack(self, framework: str, may_be_first: bool) -> None:
         """Let parameters keep their live values if the framework never sends them."""
