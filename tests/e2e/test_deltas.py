@@ -30,6 +30,8 @@ from vllm.inflight.worker.delta.whole_tensors import DeltaTensors
 pytestmark = pytest.mark.engine
 
 PROMPT = list(range(40, 72))
+LENGTH = 900 if torch.cuda.is_available() else 200
+"""Of requests during a commit. A GPU takes a millisecond or two for each token."""
 
 
 def tokens(llm: Any) -> list[int]:
@@ -354,7 +356,7 @@ def test_a_delta_is_committed_while_requests_run(llm, weights, tmp_path, mode):
             lambda: replies.append(to.publish("delta", mode=mode)),
             llm,
             4,
-            repeat(SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)),
+            repeat(SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)),
         )
     assert replies[0].is_delta
     spans = [span for o in outputs for span in o.outputs[0].weight_versions]

@@ -21,6 +21,7 @@ from tests.e2e.test_colocated_server import (  # noqa: F401 (tests and a fixture
     test_streams_continue_with_tokens_of_the_weights_that_arrived_during_sleep,
 )
 from tests.gpu.test_sglang_handles import bucket, send
+from tests.support.engines import gentle
 from tests.support.engines.sent_tensors import halves
 from tests.support.serving import Server
 
@@ -35,6 +36,7 @@ FLAGS = {
     "--gpu-memory-utilization": 0.04,
     "--kv-cache-memory-bytes": 1 << 30,
     "--inflight-pickled-tensors": "on",
+    "--logits-processors": gentle.NAME,
 }
 
 

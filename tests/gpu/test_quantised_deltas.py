@@ -94,6 +94,7 @@ def llm(
 
 
 def test_every_tensor_of_a_quantised_layer_has_its_place(llm: Any, old: Path) -> None:
+    llm.update_weights_from_disk(str(old), "old")
     shadow = (
         llm.llm_engine.model_executor.driver_worker.worker.vllm_inflight.stager.shadow
     )

@@ -1,5 +1,6 @@
 """Two tensor-parallel ranks are fed from a trainer on a third GPU while they decode."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import torch
 from tests.e2e.test_fed_engines import feed
 from tests.robustness.pauses import cells, rows
 from tests.robustness.pauses.conftest import subject_of  # noqa: F401 (a fixture)
+from tests.robustness.pauses.live import PATIENCE_S
 from tests.robustness.pauses.subjects import NEW, OLD
 from tests.robustness.pauses.test_oracle import wrong
 from tests.robustness.pauses.test_uses import begun, flow_again, load, whole
+from vllm.inflight.transport.waiting import in_background
 
 pytestmark = [
     pytest.mark.gpu,
@@ -63,7 +66,11 @@ def test_every_token_of_several_versions_in_a_row_is_of_the_one_that_its_spans_n
     sent = begun(live, num_tokens=NUM_TOKENS)
     for label in SENT:
         with live.committing(weight_version=label):
-            trainer.send(subject.folders[label])
+            sending = in_background(partial(trainer.send, subject.folders[label]))
+            flow_again(sent)  # beside what the trainer sends
+            live.pause("in_place")  # so that no request ends before the version comes
+            sending.result(timeout=PATIENCE_S)
+        live.call("continue_generation")
         flow_again(sent)
     assert live.call("rollback_weights")["weight_version"] == SENT[-2]
     live.wait(sent)

@@ -34,7 +34,8 @@ GROUPS = 40
 REGEX = rf"([0-9]{{3}}-){{{GROUPS}}}[a-f]{{12}}"
 EOS = 256
 NUM_TOKENS = {cells.LONG: 900 if IS_ON_CPU else 1600, cells.SHARED_OUT: 400}
-USUAL_NUM_TOKENS = 160
+USUAL_NUM_TOKENS = 160 if IS_ON_CPU else 480
+"""A GPU takes a millisecond or two for each, and a busy host as long for a call."""
 BEGUN = {cells.LONG: 500, cells.PROMPT: 1}
 """Tokens of each running request when the pause or the commit comes."""
 USUAL_BEGUN = 12
@@ -64,7 +65,8 @@ def params_of(workload: str, number: int) -> SamplingParams:
         common |= {"prompt_logprobs": 0}
     if workload == cells.SHORT and number % NUM_AT_ONCE == NUM_AT_ONCE - 1:
         # Ends by itself, after the change and before the most that it may have.
-        common |= {"temperature": 1.5, "max_tokens": 900, "min_tokens": 60}
+        common |= {"temperature": 1.5, "max_tokens": 900}
+        common |= {"min_tokens": USUAL_NUM_TOKENS * 3 // 8}
         common |= {"logit_bias": {EOS: 8.0}, "ignore_eos": False}
     return SamplingParams(**common)
 

@@ -14,6 +14,7 @@ from tests.robustness.pauses.rows import MODELS, QUICK
 from tests.robustness.pauses.scene import params_of, prompt_of
 from tests.robustness.pauses.subjects import FP8, INT8, NEW, OLD, Subject
 from tests.support.engines.mixtures import mixed
+from vllm.inflight.calls import StartUpdate
 
 pytestmark = pytest.mark.engine
 
@@ -40,13 +41,17 @@ def streams(subject: Subject, folder: Path, mode: str) -> list[Stream]:
     """Requests through a commit, whose new version is called `new`."""
     live = subject.live
     live.call("update_weights_from_disk", str(subject.folders[OLD]), OLD)
+    # Staged before: on a fast machine the requests might end sooner.
+    live.control("start", StartUpdate(transport="local"))
+    live.update_weights({"update_info": {"path": str(folder)}})
+    live.call("prepare_weight_update")
     found = []
     for number in range(3):
         params = params_of(cells.SHORT, number)
         params.max_tokens = NUM_TOKENS
         found.append(live.send(prompt_of(cells.SHORT, number), params, subject.lora))
     live.until_begun(found, 20)
-    live.call("update_weights_from_disk", str(folder), NEW, mode=mode)
+    live.call("finish_weight_update", NEW, mode=mode)
     live.wait(found)
     labels = [[span.version for span in s.choices[0].spans] for s in found]
     assert labels == [[OLD, NEW]] * 3, f"the commit came too late: {labels}"

@@ -174,7 +174,7 @@ def test_an_abort_that_races_with_a_flip_leaves_one_whole_version(
 def test_a_client_that_vanishes_in_a_pause_takes_only_its_request_along(
     subject: Subject, live: Live, mode: str, gone: int
 ) -> None:
-    sent = begun(live, 6, 400)
+    sent = begun(live, 6)
     before = live.pause(mode)
     live.settle()
     had = counts(sent)
@@ -193,7 +193,7 @@ def test_a_client_that_vanishes_in_a_pause_takes_only_its_request_along(
     assert counts(sent) == had
     live.call("continue_generation")
     live.wait(rest)
-    whole(rest, 400)
+    whole(rest, NUM_TOKENS)
     assert sent[gone].num_tokens == had[gone]
     assert wrong(subject, rest, mode) == []
 
@@ -220,7 +220,7 @@ def test_decoding_goes_on_by_itself_when_the_lease_of_a_pause_runs_out(
 def test_a_pause_becomes_stricter_under_requests_and_never_looser(
     subject: Subject, live: Live
 ) -> None:
-    sent = begun(live, 4, 400)
+    sent = begun(live)
     live.pause("in_place")
     assert live.pause("retract")["num_retracted"] == 4
     with pytest.raises(PauseConflict):
@@ -228,7 +228,7 @@ def test_a_pause_becomes_stricter_under_requests_and_never_looser(
     load(subject, NEW)
     live.call("continue_generation")
     live.wait(sent)
-    whole(sent, 400)
+    whole(sent, NUM_TOKENS)
     assert wrong(subject, sent, "retract") == []
 
 
@@ -240,7 +240,7 @@ def test_a_flush_under_requests_whose_kv_is_kept_is_rejected(
         live.control("start", StartUpdate(transport="local"))
         live.update_weights({"update_info": {"path": str(subject.folders[NEW])}})
         live.call("prepare_weight_update")
-    sent = begun(live, 4, 400)
+    sent = begun(live)
     options = {"mode": "in_place", "flush_cache": True}
     with pytest.raises(InflightError, match="retract"):
         if when == cells.PAUSE:
@@ -250,7 +250,7 @@ def test_a_flush_under_requests_whose_kv_is_kept_is_rejected(
     assert not live.call("is_paused")
     assert live.call("get_weight_version") == OLD
     live.wait(sent)
-    whole(sent, 400)
+    whole(sent, NUM_TOKENS)
     assert wrong(subject, sent, "in_place") == []
 
 

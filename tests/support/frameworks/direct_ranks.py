@@ -9,6 +9,7 @@ Usage: python -m tests.support.frameworks.direct_ranks OLD NEW PARALLEL
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from tests.support.engines import unpacked
 from tests.support.engines.probe import prompts
-from tests.support.engines.script import tell
+from tests.support.engines.script import OPTIONS, tell
 from tests.support.engines.transport import Extension
 
 if not torch.cuda.is_available():
@@ -55,12 +56,8 @@ def main(old: str, new: str, parallel: str) -> None:
     llm = LLM(
         old,
         **{f"{parallel}_parallel_size": 2},
-        max_model_len=512,
-        block_size=32,
-        max_num_seqs=8,
-        enforce_eager=True,
-        disable_log_stats=True,
         worker_extension_cls=f"{__spec__.name}.{Direct.__name__}",
+        **OPTIONS,
     )
 
     def served() -> Any:
@@ -92,4 +89,6 @@ def main(old: str, new: str, parallel: str) -> None:
 
 
 if __name__ == "__main__":
+    if torch.cuda.is_available():
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     main(*sys.argv[1:])

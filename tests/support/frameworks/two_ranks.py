@@ -14,10 +14,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 
 from tests.support.engines import gentle
-from tests.support.engines.script import tell
+from tests.support.engines.script import OPTIONS, tell
 from tests.support.frameworks.openrlhf import MEETINGS
 from tests.support.trainers.store_group import HOST, StoreTrainer
 
@@ -43,20 +44,18 @@ async def main(old: Path, new: Path) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    tensors = load_file(new / "model.safetensors")
+    (dtype,) = {str(t.dtype).removeprefix("torch.") for t in tensors.values()}
+    options: dict[str, Any] = OPTIONS | {
+        "dtype": dtype,
+        "tensor_parallel_size": 2,
+        "max_model_len": 2048,
+        "logits_processors": [gentle.NAME],
+        "worker_extension_cls": EXTENSION,
+    }
+
     def start(folder: Path) -> Any:
-        return AsyncLLM.from_engine_args(
-            AsyncEngineArgs(
-                model=str(folder),
-                tensor_parallel_size=2,
-                max_model_len=2048,
-                block_size=32,
-                max_num_seqs=8,
-                enforce_eager=True,
-                disable_log_stats=True,
-                logits_processors=[gentle.NAME],
-                worker_extension_cls=EXTENSION,
-            )
-        )
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(str(folder), **options))
 
     fresh = start(new)
     expected, _ = await said(fresh, "fresh")
@@ -65,7 +64,6 @@ async def main(old: Path, new: Path) -> None:
     fresh.shutdown()
     engine = start(old)
     trainer = StoreTrainer(world_size=3)
-    tensors = load_file(new / "model.safetensors")
 
     async def send(names: list[str], *, is_marked: bool = True) -> list[Any]:
         replies: list[Any] = []
@@ -117,4 +115,8 @@ if __name__ == "__main__":
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    if torch.cuda.is_available():
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+        # Tokens of different batches are compared: no product is to be of TF32.
+        os.environ["TRITON_F32_DEFAULT"] = "ieee"
     asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from docs.gpu_runs import GPUS, RANKED
+from docs.gpu_runs import GPUS, RANKED, read
 
 ROOT = Path(__file__).parents[3]
 
@@ -25,30 +25,45 @@ class Job:
     quiet: bool = False  # it measures time: no other such job runs meanwhile
 
 
-def bench(name: str, shares: tuple[float, ...], limit: int, arguments: str) -> Job:
-    """A benchmark whose engine is on the first GPUs."""
+def bench(
+    name: str, shares: tuple[float, ...], limit: int, arguments: str, **more: bool
+) -> Job:
+    """A benchmark whose engine has the first GPUs to itself."""
     command = f"$PYTHON -m benchmarks.{arguments} --out $OUT"
     on = tuple(range(len(shares)))
-    return Job(name, shares, limit, command, least=150, cores=12, on=on, quiet=True)
+    return Job(
+        *(name, shares, limit, command), least=150, cores=12, on=on, quiet=True, **more
+    )
 
 
-DELTA = "gpu.delta --shares 0.001 0.01 --arms"
+DELTA = "gpu.delta --shares 0.001 0.01 --trace --arms"
+KERNELS = "$PYTHON -m benchmarks.gpu.delta_kernels --out $OUT"
 EXPERTS = """'{"data_parallel_size": 2, "enable_expert_parallel": true}'"""
 EXPERTS = f"gpu --shapes experts --ranks 2 --rounds 1 --engine {EXPERTS}"
 STEPS = "--device cuda --rates 1e-4 --train-steps 300 --batch 16 --length 256"
 STEPS = f"$PYTHON -m benchmarks.delta.steps {STEPS} --out $OUT/delta-steps.json"
 SOAK = "PYTHONPATH=tests/support/calm:$PYTHONPATH $PYTHON -m tests.robustness.soak"
 SOAK = f"{SOAK} --seconds 600 --out $OUT --backend"
-BENCHMARKS = [
-    bench("bench-delta-device", (1.0, 0.4), 330, f"{DELTA} device"),
-    bench("bench-delta-log", (1.0, 0.4), 360, f"{DELTA} delta"),
+DELTAS = [
+    bench("bench-delta-device", (1.0, 0.4), 390, f"{DELTA} device"),
+    bench("bench-delta-log", (1.0, 0.4), 420, f"{DELTA} delta"),
     bench("bench-delta-upstream", (1.0, 0.4), 240, f"{DELTA} upstream"),
-    bench("bench-verl", (0.72,), 400, "frameworks verl --rounds 1"),
-    bench("bench-openrlhf", (0.6, 0.2), 420, "frameworks openrlhf --rounds 1"),
-    bench("bench-experts", (0.88, 0.88, 0.4), 500, EXPERTS),
+    Job("bench-kernels", (1.0,), 180, KERNELS, cores=12, on=(0,), quiet=True),
+]
+"""They come first."""
+FRAMEWORKS = [
+    bench("bench-verl", (1.0,), 400, "frameworks verl --rounds 1", alone=True),
+    bench(
+        *("bench-openrlhf", (1.0, 0.4), 420, "frameworks openrlhf --rounds 1"),
+        alone=True,
+    ),
+    bench("bench-experts", (1.0, 1.0, 0.4), 500, EXPERTS, alone=True),
+]
+"""They come after the tests that have never run."""
+LAST = [
+    Job("bench-steps", (0.2,), 800, STEPS, least=200),
     Job("soak-nccl", (0.05, 0.05), 780, f"{SOAK} inflight_nccl", least=690),
     Job("soak-ipc", (0.05,), 780, f"{SOAK} inflight_ipc", least=690),
-    Job("bench-steps", (0.2,), 800, STEPS, least=200),
 ]
 WHOLE_AND_1 = "gpu.delta --shares 0.01 --updates 6 --arms"
 BOTH = f"{WHOLE_AND_1} device upstream --ranks"
@@ -73,9 +88,10 @@ MANY = {
 """Number of GPUs → the benchmarks that are for as many."""
 SHARDS = {"families": 3, "family_ranks": 3, "quantised_ranks": 2, "drafters": 2}
 SHARDS |= {"delta_staging": 2, "delta_staging_ranks": 2, "ranks_fed_from_third_gpu": 2}
+SHARDS |= {"quantised_deltas": 3}
 """The files of tests/gpu that take longest, and over how many jobs each is spread."""
 ALONE = ["arena", "examples", "sleep", "soak", "two_ranks_sleep", "out_of_memory"]
-ALONE += ["routed_experts"]
+ALONE += ["routed_experts", "colocated_round", "sglang_handles", "long_groups"]
 """They look at the memory of their GPUs."""
 CAN_USE = {"frameworks": 3, "colocated_server": 2, "soak": 2, "examples": 2}
 """GPUs, where docs/gpu_runs.py cannot tell."""
@@ -97,12 +113,27 @@ def tests(path: str, num_gpus: int) -> list[Job]:
 
 
 def jobs(num_gpus: int) -> list[Job]:
-    """Those for a host of so many GPUs: benchmarks, then tests, the longest first."""
-    found = MANY.get(num_gpus, [])
-    found = found + [job for job in BENCHMARKS if len(job.shares) <= num_gpus]
-    for file in sorted(ROOT.glob("tests/gpu/test_*.py")):
-        found += tests(str(file.relative_to(ROOT)), num_gpus)
-    found.sort(key=lambda job: bool(job.tests) and job.shard == "1/1")
+    """Those for a host of so many GPUs, in their order.
+
+    Of files that docs/gpu-runs.json knows, and of those that it does not, the ones that
+    take longest come first.
+    """
+    known = read()
+    files = (str(each.relative_to(ROOT)) for each in ROOT.glob("tests/gpu/test_*.py"))
+    found = [job for file in sorted(files) for job in tests(file, num_gpus)]
+    found.sort(key=lambda job: (job.tests in known, job.shard == "1/1"))
+    alone = [job for job in found if job.alone]
+    rest = [job for job in found if not job.alone]
     # Jobs that are alone wait for the others. On four GPUs they have the last at once.
-    first = -1 if num_gpus >= 4 else 1
-    return sorted(found, key=lambda j: j.alone * (first if len(j.on) == 1 else 1))
+    early = [job for job in alone if num_gpus >= 4 and len(job.on) == 1]
+    queue = [
+        *early,
+        *MANY.get(num_gpus, []),
+        *DELTAS,
+        *(job for job in rest if job.tests not in known),
+        *FRAMEWORKS,
+        *(job for job in rest if job.tests in known),
+        *(job for job in alone if job not in early),
+        *LAST,
+    ]
+    return [job for job in queue if len(job.shares) <= num_gpus]

@@ -3,10 +3,12 @@
 import json
 import re
 import tarfile
+from itertools import groupby
 
 import psutil
 import pytest
 
+from docs.gpu_runs import read
 from tests.support.gpu_lanes.__main__ import merge
 from tests.support.gpu_lanes.jobs import ROOT, Job, jobs
 from tests.support.gpu_lanes.runner import Runner
@@ -130,6 +132,24 @@ def test_every_file_of_gpu_tests_is_a_job(num_gpus):
     assert len({job.name for job in queue}) == len(queue)
     for job in queue:
         assert len(job.shares) <= num_gpus and set(job.on) <= set(range(num_gpus))
+
+
+def test_on_two_gpus_deltas_are_measured_first_and_what_has_never_run_is_tested():
+    known = read()
+    queue = [job for job in jobs(2) if not (job.tests and job.alone)]
+
+    def kind(job):
+        if job.tests:
+            return "known tests" if job.tests in known else "new tests"
+        return re.match("(bench-delta|bench-kernels|bench-|soak)", job.name)[1]
+
+    found = [name for name, _ in groupby(queue, kind)]
+    new = ["new tests"] * any(kind(job) == "new tests" for job in queue)
+    deltas = ["bench-delta", "bench-kernels"]
+    assert found == [*deltas, *new, "bench-", "known tests", "bench-", "soak"]
+    assert all(job.limit <= 1000 for job in queue)
+    for job in queue:  # what measures an engine has a GPU to itself
+        assert job.shares[0] == 1.0 or not job.quiet
 
 
 def test_what_make_runs_alone_is_alone_here():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.support.deltas import random_bits, scattered, with_changes
+from tests.support.triton_compiler import compile_for_gpu, succeeds
 from vllm.inflight import ops
 from vllm.inflight.errors import ChangeLogFull
 from vllm.inflight.worker.delta import dense
@@ -153,3 +154,24 @@ def test_what_differs_beyond_the_room_of_the_log_is_counted_and_not_logged():
     with pytest.raises(ChangeLogFull, match=f"changes {num + 2} elements"):
         log.require_room()
     assert torch.equal(elements(live["w"], torch.int16), before)
+
+
+def compile_kernels() -> None:
+    """Compile every kernel for a GPU that need not be there."""
+    from vllm.inflight.worker.delta import compare_kernels as kernels
+
+    tables = {"rows": "*i64", "owners": "*i32"}
+    counts = {"counts": "*i32", "totals": "*i64"}
+    sums = {"ends": "*i64", "sums": "*i64"}
+    for is_flat in (True, False):
+        own = [("INTEGER", kernels.INTEGERS[2]), ("BLOCK", kernels.BLOCK)]
+        own += [("DIMS", kernels.DIMS), ("IS_FLAT", is_flat)]
+        compile_for_gpu(kernels._count, tables | counts, own)
+        own = [("WIDTH", 2), *own, ("AT_ONCE", kernels.AT_ONCE)]
+        compile_for_gpu(kernels._log, tables | sums, own)
+
+
+@pytest.mark.seconds
+def test_every_kernel_that_compares_compiles_for_a_gpu(tmp_path):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    succeeds(f"{__name__}:compile_kernels", tmp_path)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.triton_compiler import compile_for_gpu, succeeds
 from vllm.inflight import ops
 from vllm.inflight.ops import gpu_digest as audit_module
 from vllm.inflight.ops.gpu_digest import ROWS, GpuDigest, nonfinite_width
@@ -150,3 +151,18 @@ def test_memory_that_a_kernel_uses_is_recorded_on_its_stream(
     audit._stream, audit._pages = "a stream", [page]
     audit.add([("a", torch.ones(8))])
     assert users == ["a stream"] * 2
+
+
+def compile_kernels() -> None:
+    """Compile the digest for a GPU that need not be there, for every width."""
+    from vllm.inflight.ops import triton_kernels as kernels
+
+    tables = {"table": "*i64", "sums": "*i64", "first_row": "i32", "page": "i64"}
+    for width in (0, 1, 2, 4, 8):
+        sizes = [("BLOCK", kernels.CHUNKS_PER_STEP), ("NUM_STEPS", kernels.STEPS)]
+        compile_for_gpu(kernels._audit, tables, [("WIDTH", width), *sizes])
+
+
+@pytest.mark.seconds
+def test_the_digest_compiles_for_a_gpu(tmp_path):
+    succeeds(f"{__name__}:compile_kernels", tmp_path)
