@@ -178,9 +178,10 @@ def test_a_server_that_embeds_is_updated_and_paused_over_http(
     old, new = (checkpoint(seed, family="qwen2") for seed in (0, 1))
     (prompt, *_) = prompts(6)
     (output,) = start(new, **POOLING).embed([prompt], use_tqdm=False)
+    note = tmp_path / "served.json"
     flags = (
         *("--runner", "pooling", "--max-model-len", "512"),
-        *("--inflight-journal", str(tmp_path / "served.json")),
+        *("--inflight-journal", str(note)),
     )
     body = {"model": "tiny", "input": prompt["prompt_token_ids"]}
     update = {"path": str(new), "weight_version": "new"}
@@ -204,7 +205,9 @@ def test_a_server_that_embeds_is_updated_and_paused_over_http(
         assert refused.status_code == 503
         assert "Retry-After" in refused.headers
         server.post("/continue_generation")
-        server.post("/update_weights_from_disk", update)
+        epoch = server.post("/update_weights_from_disk", update)["epoch"]
+        # The journal is written beside decoding, and a server may end before that.
+        until(lambda: f'"epoch":{epoch},' in note.read_text())
     with Server(old, *flags) as server:
         assert server.client.get("/weight_info").json()["weight_version"] == "new"
         assert server.post("/v1/embeddings", body)["data"] == [after]
