@@ -132,7 +132,10 @@ def test_calls_of_an_engine_that_drafts_with_mtp_layers_are_not_adopted(
     fresh = drafted(start(new, **options))
     llm = start(old, **options)
     told: list[str] = []
-    warn = lambda text, *facts: told.append(text % facts)  # noqa: E731
+
+    def warn(text: str, *facts: object) -> None:
+        told.append(text % facts)
+
     monkeypatch.setattr(adoption.logger, "warning", warn)
     of_folder(llm, new)
     assert ["drafts with MTP layers" in text for text in told] == [True]

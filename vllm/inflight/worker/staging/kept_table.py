@@ -17,6 +17,7 @@ number of their dtype. Whoever computes with these gets other bits.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -83,6 +84,7 @@ def fill_kept(shadow: ShadowModel) -> None:
     is_by_element = shadow.log is not None or shadow.plan.is_replayed
     if shadow.module is None or not shadow.quantised or not is_by_element:
         return
+    began = time.monotonic()
     live, second = dict(layers(shadow.live)), dict(layers(shadow.module))
     with torch.no_grad(), shadow.device:
         for path, forms in _by_layer(shadow).items():
@@ -103,8 +105,10 @@ def fill_kept(shadow: ShadowModel) -> None:
         # The patterns are in the shadow weights.
         shadow.stale.update(shadow.quantised)
     logger.info(
-        "%d tensors of quantised layers are served as a checkpoint has them",
+        "%d tensors of quantised layers are served as a checkpoint has them; to find "
+        "them took %.1f s",
         len(shadow.kept),
+        time.monotonic() - began,
     )
 
 
