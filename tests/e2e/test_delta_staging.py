@@ -6,7 +6,7 @@ the engines here are started without packing, as a GPU never packs.
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ from vllm.inflight.errors import (
     WeightsMismatch,
 )
 from vllm.inflight.trainer import Publisher
+from vllm.inflight.worker.delta import dense
 from vllm.inflight.worker.memory.placement import Placement
 from vllm.inflight.worker.shadow import shadow_model
 from vllm.inflight.worker.staging.thread import StagingThread
@@ -148,6 +149,26 @@ def test_only_what_differs_from_the_live_weights_enters_the_log(
     on_old.update_weights_from_disk(str(tmp_path), "the same again")
     assert log.num_elements == 0
     assert on_old.get_weight_version() == "the same again"
+
+
+def test_kernels_of_a_gpu_would_follow_every_tensor_with_its_padding(
+    on_old, new, monkeypatch
+):
+    followed: dict[str, bool] = {}
+    compare = dense.Comparison.log_differences
+
+    def look(self: dense.Comparison, batch: Iterable[dense.Came]) -> None:
+        batch = list(batch)
+        for name, entry, tensor in batch:
+            places = self._known.find(name, entry)
+            followed[name] = places is not None and self._can_follow(places, tensor)
+        compare(self, batch)
+
+    monkeypatch.setattr(dense.Comparison, "log_differences", look)
+    on_old.update_weights_from_disk(str(new), "new")
+    plan = shadow_of(on_old).plan
+    assert len(followed) == len(plan) and all(followed.values())
+    assert any(entry.zeros for _, entry in plan.items())
 
 
 def test_a_subset_leaves_the_rest_as_it_is_served(on_old, weights, tmp_path):

@@ -156,6 +156,52 @@ def test_what_differs_beyond_the_room_of_the_log_is_counted_and_not_logged():
     assert torch.equal(elements(live["w"], torch.int16), before)
 
 
+def compare_padded() -> None:
+    """The kernels log what torch logs, and torch compares nothing."""
+    from pytest import MonkeyPatch
+
+    from vllm.inflight.worker.delta.destinations import KnownDestinations
+
+    served = random_bits(torch.bfloat16, 130 * 64).view(130, 64)
+    new = with_changes(served[:100].reshape(-1), scattered(6400, 0.01, 1)).view(100, 64)
+    empty = Zeroed("w", view_of(served[130:]), NOTHING)
+    for first in (100, 90):  # `first` rows come, and the others become zero
+        live = {"w": served.clone()}
+        live["w"][110:] = 0  # as most padding is before
+        zeros = [Zeroed("w", view_of(live["w"][first:]), NOTHING), empty]
+        tensor = new[:first].clone()
+        copies = [copied("w", live["w"][:first], tensor)]
+        entry = Entry(tensor.shape, tensor.dtype, copies, zeros, is_proved=True)
+        wanted, seen = ChangeLog(CPU, 1 << 20), ChangeLog(CPU, 1 << 20)
+        dense.log_differences(wanted, live, entry, tensor)
+        comparison = dense.Comparison(seen, live, KnownDestinations())
+        comparison._has_kernels = True
+        with MonkeyPatch.context() as patched:
+            patched.setattr(dense, "log_differences", None)
+            comparison.log_differences([dense.Came("w", entry, tensor)])
+        assert logged(seen) == logged(wanted)
+        assert seen.num_elements == wanted.num_elements > 64
+        assert seen.expected() == wanted.expected()
+        Swap(seen, live)()
+        assert not live["w"][first:].any()
+        assert torch.equal(live["w"][:first].view(torch.int16), tensor.view(torch.int16))
+
+
+def logged(log: ChangeLog) -> dict[str, list[tuple[int, int]]]:
+    """Offsets and bits of each parameter, in order."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for stretch in log.entries.stretches:
+        pairs = zip(stretch.offsets.tolist(), stretch.bits.tolist(), strict=True)
+        found.setdefault(stretch.param, []).extend(pairs)
+    return {param: sorted(pairs) for param, pairs in found.items()}
+
+
+@pytest.mark.seconds
+def test_kernels_compare_a_padded_tensor_with_its_padding():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    succeeds(f"{__name__}:compare_padded")
+
+
 def compile_kernels() -> None:
     """Compile every kernel for a GPU that need not be there."""
     from vllm.inflight.worker.delta import compare_kernels as kernels

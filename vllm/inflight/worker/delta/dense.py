@@ -4,8 +4,9 @@ A whole tensor is compared with the live parameters, along the copies that its l
 would make. Only the elements that differ enter the log. Nothing has to be known of the
 version that is served, and nothing else of the tensor is kept.
 
-On a GPU all tensors of a batch are compared by two launches. Copies that the kernels do
-not follow are compared by torch, as on the host.
+On a GPU all tensors of a batch are compared by two launches, with the padding that
+their loaders fill with zero. Copies that the kernels do not follow are compared by
+torch, as on the host.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ import torch
 from vllm.inflight import ops
 from vllm.inflight.delta.device_decode import launch_table, to_device
 from vllm.inflight.ops.reference import row_major
-from vllm.inflight.worker.delta.destinations import Destinations, KnownDestinations
+from vllm.inflight.worker.delta.destinations import (
+    Destinations,
+    KnownDestinations,
+    is_short,
+    steps_of,
+)
 from vllm.inflight.worker.replay_plan import Entry, View
 from vllm.inflight.worker.shadow.change_log import ChangeLog
 from vllm.inflight.worker.shadow.changed_elements import elements
@@ -48,7 +54,7 @@ class Came(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One copy that the kernels follow."""
+    """One copy that the kernels follow, or one fill with zero."""
 
     param: str
     width: int
@@ -76,13 +82,16 @@ class Comparison:
         known: KnownDestinations,
     ) -> None:
         self._log, self._live, self._known = log, live, known
+        self._has_kernels = log.device.type == "cuda"
+        self._zero = torch.zeros(1, dtype=torch.int64, device=log.device)
+        """The source of all padding, with a stride of 0."""
 
     def log_differences(self, batch: Iterable[Came]) -> None:
         """Log the elements in which these tensors differ from what is served."""
         rows: dict[tuple[int, bool], list[Row]] = {}
         for came in batch:
             places = None
-            if self._log.device.type == "cuda":
+            if self._has_kernels:
                 places = self._known.find(came.name, came.entry)
             if places is None or not self._can_follow(places, came.tensor):
                 log_differences(self._log, self._live, came.entry, came.tensor)
@@ -93,7 +102,9 @@ class Comparison:
             compare_on_device(self._log, alike, width, is_flat=is_flat)
 
     def _can_follow(self, places: Destinations, tensor: torch.Tensor) -> bool:
-        is_small = tensor.numel() < MOST_AT_ONCE and not places.entry.zeros
+        sizes = [tensor.numel(), *(prod(z.view[1]) for z in places.entry.zeros)]
+        is_small = max(sizes) < MOST_AT_ONCE
+        is_small &= all(is_short(zeroed.view) for zeroed in places.entry.zeros)
         return is_small and tensor.device == self._log.device
 
     def _rows(self, places: Destinations, tensor: torch.Tensor) -> Iterable[Row]:
@@ -108,6 +119,14 @@ class Comparison:
             numbers = [source, view, num, 0, steps[1]]
             if num:
                 yield Row(copied.param, width, is_flat, numbers, steps[2:])
+        for zeroed in places.entry.zeros:
+            offset, shape, _ = zeroed.view
+            width = self._live[zeroed.param].element_size()
+            view = self._live[zeroed.param].data_ptr() + width * offset
+            numbers = [self._zero.data_ptr(), view, prod(shape), 0, offset]
+            nowhere = 0, shape, (0,) * len(shape)
+            steps = steps_of(nowhere, zeroed.view)[2:]
+            yield Row(zeroed.param, width, False, numbers, steps)
 
 
 def compare_on_device(

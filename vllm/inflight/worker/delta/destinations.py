@@ -63,7 +63,7 @@ class Destinations:
         self.is_once = are_apart(parts)
         self.has_all = self._num_served == self._numel and self.is_once
         self.form = tuple(entry.shape), str(entry.dtype).removeprefix("torch.")
-        steps = [_steps(copied) for copied in entry.copies]
+        steps = [steps_of(copied.part, copied.view) for copied in entry.copies]
         self.steps = np.array(steps, dtype=np.int64).reshape(-1, 2 + 3 * MOST_DIMS)
         self.are_flat = np.array(list(map(_is_flat, entry.copies)), dtype=bool)
 
@@ -188,11 +188,19 @@ def nests(part: View) -> bool:
 
 
 def _is_plain(copied: Copied) -> bool:
-    _, shape, _ = copied.part
-    is_short = sum(size > 1 for size in shape) <= MOST_DIMS and prod(shape) > 0
-    # The log of changed elements has 32 bits for each offset.
-    is_short &= copied.view[0] + span(copied.view) < 1 << 31
-    return copied.is_exact and is_short and nests(copied.part)
+    has_elements = prod(copied.part[1]) > 0
+    is_plain = copied.is_exact and has_elements and is_short(copied.view)
+    return is_plain and nests(copied.part)
+
+
+def is_short(view: View) -> bool:
+    """Whether kernels follow the dimensions of a view, and the log its offsets.
+
+    The log of changed elements has 32 bits for each offset.
+    """
+    offset, shape, _ = view
+    has_few = sum(size > 1 for size in shape) <= MOST_DIMS
+    return has_few and offset + span(view) < 1 << 31
 
 
 def widest_first(
@@ -214,9 +222,9 @@ def _is_flat(copied: Copied) -> bool:
     return True
 
 
-def _steps(copied: Copied) -> list[int]:
-    """A row of `Destinations.steps`."""
-    (start, shape, stride), view = copied.part, copied.view
+def steps_of(part: View, view: View) -> list[int]:
+    """A row of `Destinations.steps`, for a part of a tensor and the view it goes to."""
+    start, shape, stride = part
     dims = widest_first(shape, stride, view[2])
     dims += [(1, NEVER, 0)] * (MOST_DIMS - len(dims))
     return [start, view[0], *(number for dim in dims for number in dim)]
