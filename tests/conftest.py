@@ -21,6 +21,7 @@ from tests.support.calm.engine_starts import (
     override_kernels_once,
     split_vocabulary_uncompiled,
 )
+from tests.support.shared_engines import renew, require_one
 from tests.support.shared_memory import sweep
 
 BEGAN = time.time()
@@ -98,8 +99,15 @@ def pytest_collection_modifyitems(
         items[:] = [item for item in items if is_meant(item)]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Start an engine anew that tests share and that a test before has ended."""
+    renew(item)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Have the engines of this process share what each would do anew."""
+    require_one(session.items)
     if any(item.get_closest_marker("engine") for item in session.items):
         from tests.support.preloaded_process import OF_ENGINES, preload_spawned
 

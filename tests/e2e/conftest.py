@@ -34,6 +34,7 @@ from tests.support.engines.reference import Reference
 from tests.support.engines.script import OPTIONS
 from tests.support.models.quantised import quantise
 from tests.support.models.tiny import make_checkpoint
+from tests.support.shared_engines import ENDED
 
 pytestmark = pytest.mark.engine
 
@@ -66,7 +67,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="module")
 def start() -> Iterator[Callable[..., Any]]:
-    """`start(folder, **options)`: an `LLM` in this process, ended with the module."""
+    """`start(folder, **options)`: an `LLM` in this process.
+
+    It ends with the module, or when another one is started. A fixture that holds it is
+    made anew for the next test that asks for it.
+    """
     alive: list[Any] = []
 
     def llm(folder: Path, **options: Any) -> Any:
@@ -206,6 +211,7 @@ def stop(alive: list[Any]) -> None:
                 oracle.check_served(llm, MADE.values())
         finally:  # what one serves fails one test, not all that start another
             llm.llm_engine.engine_core.shutdown()
+            ENDED.add(llm)
         del llm
         gc.collect()
         if torch.cuda.is_available():  # what it had is not the next one's

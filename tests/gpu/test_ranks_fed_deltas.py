@@ -71,6 +71,7 @@ def reference_of_all(folders: dict[str, Path]) -> Reference:
 def fed(
     request: pytest.FixtureRequest,
     start: Callable[..., Any],  # noqa: F811
+    made_of_whole: dict[str, Any],
     folders: dict[str, Path],
 ) -> tuple[Any, str]:
     """An engine, and the backend that it is fed by."""
