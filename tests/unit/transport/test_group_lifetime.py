@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 
 from tests.support.transports.peers import (
+    Recorder,
     connect,
     engine,
     open_things,
+    send,
     tensors,
     transfer,
     update,
 )
 from tests.support.waiting import until
 from vllm.inflight.errors import TransferFault
+from vllm.inflight.transport.waiting import in_background
 
 pytestmark = pytest.mark.seconds
 
@@ -46,6 +51,27 @@ def test_a_worker_can_join_again_after_a_shutdown_and_a_second_shutdown_has_no_e
         sender.group.close()
     with pytest.raises(TransferFault, match="in no transfer group"):
         update(worker, tensors())
+
+
+def test_a_shutdown_while_it_receives_ends_the_update_with_the_reason():
+    """As a worker's whose engine ends: in its main thread, while another receives."""
+
+    class Leaving(Recorder):
+        def load_weights(self, weights):
+            for _ in weights:
+                worker.shutdown()
+                assert worker.gauges == {}
+
+    worker = engine(Leaving())
+    sender = connect(worker, timeout_s=2.0)
+    sending = in_background(lambda: send(sender, tensors()))
+    with pytest.raises(TransferFault, match="has left the group"):
+        update(worker, tensors())
+    with pytest.raises(TransferFault, match="in no transfer group"):
+        update(worker, tensors())
+    with suppress(TransferFault):  # if all of it was sent before
+        sending.result(timeout=60)
+    sender.group.close()
 
 
 @pytest.mark.slow

@@ -207,6 +207,27 @@ def test_a_cancelled_update_stops_reading_and_the_next_one_works(
     assert digests(engine.model.loaded.items()) == digests(named.items())
 
 
+def test_a_shutdown_while_it_reads_stops_it_before_memory_is_unmapped(
+    memory: HostMemory,
+) -> None:
+    """As a worker's whose engine ends: in its main thread, while another receives."""
+
+    class Leaving(Recorder):
+        def load_weights(self, weights: Any) -> None:
+            for _ in weights:
+                engine.shutdown()
+                assert not memory.mapped and engine.gauges == {}
+                copied.append(len(memory.copied))
+
+    copied: list[int] = []
+    engine = worker(memory, Leaving(), num_buckets=1)
+    with pytest.raises(TransferFault, match="was shut down"):
+        receive(engine, lent(tensors(3), memory))
+    assert len(memory.copied) == copied[0]
+    with pytest.raises(TransferFault, match="was not prepared"):
+        receive(engine, lent(tensors(3), memory))
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [

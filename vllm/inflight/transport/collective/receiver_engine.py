@@ -191,8 +191,8 @@ class BroadcastEngine(StagedEngine):
     def start_weight_update(self) -> None:
         """Begin an update, with a wait time of 0."""
         super().start_weight_update()
-        if self._receiver is not None:
-            self._receiver.window.total_s = 0.0
+        if (receiver := self._receiver) is not None:
+            receiver.window.total_s = 0.0
 
     def receive_weights(self, update_info: BroadcastUpdateInfo) -> None:
         """Load the tensors that the trainer sends.
@@ -209,33 +209,35 @@ class BroadcastEngine(StagedEngine):
         tensor_list = update_info.tensor_list
         num_ranks = self.parallel_config.tensor_parallel_size
         tensor_list.require_ranks(num_ranks)
-        if self._group is None:
+        # A worker that ends shuts its transports down, whatever this thread does.
+        group, receiver = self._group, self._receiver
+        if group is None:
             raise TransferFault(
                 "this worker is in no transfer group; call "
                 "init_weight_transfer_engine first"
             )
-        if self._receiver is None:
+        if receiver is None:
             raise TransferFault(
-                f"the last transfer broke off ({self._group.ended}); call "
+                f"the last transfer broke off ({group.ended}); call "
                 "init_weight_transfer_engine again"
             )
         limit = WaitLimit(self.timeout_s, self._is_cancelled)
         rank = rank_in_engine(self.parallel_config) % num_ranks
         try:
-            self.load_all(self._receiver.tensors(tensor_list, limit, rank))
+            self.load_all(receiver.tensors(tensor_list, limit, rank))
         finally:
-            if self._group.ended is not None:
+            if group.ended is not None:
                 self._receiver = None  # and its buckets
 
     @property
     def gauges(self) -> dict[str, float]:
         """The window in buckets and bytes, and the waits for buckets."""
-        if self._group is None or self._receiver is None:
+        if (receiver := self._receiver) is None:
             return {}
-        window = self._receiver.window
+        window = receiver.window
         return {
             "window": window.size,
-            "window_bytes": window.size * self._group.terms.bucket_bytes,
+            "window_bytes": window.size * receiver.group.terms.bucket_bytes,
             "bucket_wait_ms": round(1e3 * window.waited_s, 3),
             "wire_s": round(window.total_s, 6),
         }

@@ -23,7 +23,7 @@ from vllm.inflight.transport.buckets.receiver import Receiver
 from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.transport.cuda_ipc.driver import CudaMemory, SharedMemory
 from vllm.inflight.transport.cuda_ipc.handles import Exports, Mappings
-from vllm.inflight.transport.group import CopyGroup, Pending, Terms
+from vllm.inflight.transport.group import CopyGroup, Pending, Terms, group_ended
 from vllm.inflight.transport.waiting import WaitLimit, check_timeout
 
 EXPORTED_BUCKET_BYTES = 64 << 20
@@ -107,6 +107,8 @@ class Reader(CopyGroup):
     def broadcast(self, buffers: Sequence[torch.Tensor], limit: WaitLimit) -> Pending:
         """Begin to copy the next bucket, each message into one of `buffers`."""
         del limit  # enqueueing does not wait
+        if self.ended is not None:
+            raise group_ended(self.ended)
         self.follow()
         stream = 0 if self._stream is None else self._stream.cuda_stream
         bucket = next(self._buckets, None)
@@ -168,10 +170,10 @@ class IpcEngine(StagedEngine):
     def start_weight_update(self) -> None:
         """Begin an update, with a wait time of 0 and no used mappings."""
         super().start_weight_update()
-        if self._receiver is not None:
-            self._receiver.window.total_s = 0.0
-        if self._mappings is not None:
-            self._mappings.begin()
+        if (receiver := self._receiver) is not None:
+            receiver.window.total_s = 0.0
+        if (mappings := self._mappings) is not None:
+            mappings.begin()
 
     def receive_weights(self, update_info: IpcUpdateInfo) -> None:
         """Load the tensors that the trainer lends.
@@ -183,47 +185,50 @@ class IpcEngine(StagedEngine):
             Cancelled: the update was cancelled.
 
         """
-        if self._reader is None or self._receiver is None or self._mappings is None:
+        # A worker that ends shuts its transports down, whatever this thread does.
+        reader, receiver, mappings = self._reader, self._receiver, self._mappings
+        if reader is None or receiver is None or mappings is None:
             raise TransferFault(
                 "this worker was not prepared; call init_weight_transfer_engine first"
             )
         tensor_list, lent = update_info.tensor_list, update_info.lent
         limit = WaitLimit(self._timeout_s, self._is_cancelled)
         try:
-            addresses = self._mappings.find(lent, tensor_list.sizes)
-            self._reader.begin(tensor_list, addresses)
+            addresses = mappings.find(lent, tensor_list.sizes)
+            reader.begin(tensor_list, addresses)
             for event in lent.events:
                 with self._memory.event(event) as has_passed:
                     limit.until(has_passed, "work of the trainer's GPU")
-            self.model.load_weights(self._receiver.tensors(tensor_list, limit))
+            self.model.load_weights(receiver.tensors(tensor_list, limit))
         finally:
-            self._reader.close()
-            self._mappings.end_call()
+            reader.close()
+            mappings.end_call()
 
     def finish_weight_update(self) -> None:
         """Pack the last layers, and unmap memory that this update did not use."""
         super().finish_weight_update()
-        if self._mappings is not None:
-            self._mappings.drop_unnamed()
+        if (mappings := self._mappings) is not None:
+            mappings.drop_unnamed()
 
     @property
     def gauges(self) -> dict[str, float]:
         """The waits for copies."""
-        if self._receiver is None:
+        if (receiver := self._receiver) is None:
             return {}
-        window = self._receiver.window
+        window = receiver.window
         return {
             "bucket_wait_ms": round(1e3 * window.waited_s, 3),
             "wire_s": round(window.total_s, 6),
         }
 
     def shutdown(self) -> None:
-        """Free the buckets and the mappings."""
-        if self._reader is not None:
-            self._reader.close()
-        if self._mappings is not None:
-            self._mappings.close()
+        """Free the buckets and the mappings; a thread that receives stops."""
+        reader, mappings = self._reader, self._mappings
         self._reader = self._receiver = self._mappings = None
+        if reader is not None:
+            reader.abort("this transport was shut down")
+        if mappings is not None:
+            mappings.close()
 
     def _is_cancelled(self) -> bool:
         return self.cancelled()
