@@ -47,9 +47,10 @@ def require_one(items: Iterable[pytest.Item]) -> None:
             apart = set(starting) - needed - {name}
             if apart := {one for one in apart if name not in needs(found, one)}:
                 raise pytest.UsageError(
-                    f"{item.nodeid}: its fixtures {name} and {', '.join(sorted(apart))} "
-                    "start an engine each, and neither asks for the other one: which "
-                    "engine lives depends on the tests before"
+                    f"{item.nodeid}: its fixtures {name} and "
+                    f"{', '.join(sorted(apart))} start an engine each, and neither "
+                    "asks for the other one: let one of them do so. Else it depends on "
+                    "the tests before which engine is alive"
                 )
 
 

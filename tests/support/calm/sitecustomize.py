@@ -9,8 +9,12 @@ A sleep of no length lets go of the core for about 50 µs.
 
 Importing is not collecting. A tenth to a quarter of the ten seconds in which vLLM is
 imported, by each process of each engine, are collections that find next to nothing.
+
+A process that lives for `STACKS_AFTER_S` seconds writes the stacks of its threads to
+its stderr, once. So what hangs says where, before whoever waits for it gives up.
 """
 
+import faulthandler
 import gc
 import os
 import time
@@ -24,3 +28,6 @@ os.sched_yield = _sleep_instead
 
 if "PYTEST_VERSION" in os.environ:
     gc.set_threshold(300_000, 10, 10)
+
+if "STACKS_AFTER_S" in os.environ:
+    faulthandler.dump_traceback_later(float(os.environ["STACKS_AFTER_S"]))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tests.support.excerpt import excerpt
 from tests.support.preloaded_process import run
 from tests.support.serving import NUM_KV_BLOCKS
 
@@ -62,6 +63,8 @@ def run_script(
     module = f"{room}.{name}"
     done = run(module, *words, env=env, timeout_s=LONGEST_S, spawned=spawned)
     told = [x for x in done.stdout.splitlines() if x.startswith(RESULT)]
-    assert told, done.stdout[-4000:] + done.stderr[-6000:]
+    assert told, f"it ended with {done.returncode}\n" + "\n".join(
+        map(excerpt, (done.stdout, done.stderr))
+    )
     seen: dict[str, Any] = json.loads(told[-1].removeprefix(RESULT))
     return seen

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.excerpt import excerpt
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--lines", type=Path, help="file of JSON lines for the results")
@@ -30,8 +32,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> No
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
     report = yield
     if report.when == "call" or not report.passed:
-        told = "" if report.passed else report.longreprtext[-6000:]
+        told = "" if report.passed else excerpt(report.longreprtext)
         line = {"id": item.nodeid, "outcome": report.outcome, "told": told}
+        line["seconds"] = round(report.stop - report.start)
         with item.config.getoption("lines").open("a") as out:
             out.write(json.dumps(line) + "\n")
     return report

@@ -22,6 +22,8 @@ PYTEST = (
     '--lines="$OUT.jsonl" --junitxml="$OUT.xml" --passed="$PASSED"'
 )
 PACK_S = 30
+STACKS_AFTER_S = "270"
+"""For what the tests start: vLLM waits 300 s for a step, and then ends the engine."""
 
 
 def pack(results: Path) -> None:
@@ -136,6 +138,7 @@ class Runner:
             "OUT": str(out),
             "PASSED": str(passed.resolve()),
             "PYTHON": sys.executable,
+            "STACKS_AFTER_S": STACKS_AFTER_S,
             # As one of a dozen lanes of pytest-xdist: its engines ask for a part of the
             # memory, and it leaves alone what the engines of others have in /dev/shm.
             "PYTEST_XDIST_WORKER": f"gw{len(self._waiting)}",

@@ -1,7 +1,10 @@
 """Jobs side by side on a host's GPUs, tried out with jobs that need none."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 import tarfile
 from itertools import groupby
 
@@ -9,6 +12,7 @@ import psutil
 import pytest
 
 from docs.gpu_runs import read
+from tests.support.excerpt import excerpt
 from tests.support.gpu_lanes.__main__ import merge
 from tests.support.gpu_lanes.jobs import ROOT, Job, jobs
 from tests.support.gpu_lanes.runner import Runner
@@ -111,6 +115,7 @@ def test_what_passed_is_left_out_the_next_time(run, tmp_path, monkeypatch):
     lines = [(tmp_path / f"fake-{n}.jsonl").read_text().splitlines() for n in (1, 2)]
     assert [json.loads(line)["outcome"] for line in lines[0]] == ["passed", "failed"]
     assert "two is wrong" in lines[0][1]
+    assert json.loads(lines[0][1])["seconds"] == 0
     (tmp_path / "merged").mkdir()
     merge(tmp_path / "done.tgz", tmp_path / "merged", passed)
     each = {f"test_fake.py::test_{name}" for name in ("one", "three", "four")}
@@ -122,6 +127,31 @@ def test_what_passed_is_left_out_the_next_time(run, tmp_path, monkeypatch):
         lines = tar.extractfile("./fake-2.jsonl").read().decode().splitlines()
     assert [json.loads(line)["id"] for line in lines] == ["test_fake.py::test_two"]
     assert not (tmp_path / "fake-1.jsonl").exists()
+
+
+def test_of_a_long_output_the_first_error_and_the_end_are_kept():
+    lines = ["starting"] * 99 + ["ERROR the cause"] + ["…"] * 9999 + ["the end"]
+    told = excerpt("\n".join(lines), most=300)
+    assert told.startswith("ERROR the cause") and told.endswith("the end")
+    assert len(told) < 700
+    assert excerpt("no fault") == "no fault"
+
+
+def test_a_process_of_a_job_that_hangs_tells_its_stacks():
+    """The lanes give the time, and tests/support/calm reads it in every process."""
+    code = "import time\ndef waits_for_long(): time.sleep(60)\nwaits_for_long()"
+    calm = ROOT / "tests/support/calm"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(calm), "STACKS_AFTER_S": "0.1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert any("in waits_for_long" in line for line in process.stderr)
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.parametrize("num_gpus", [1, 2, 4, 8])

@@ -184,7 +184,8 @@ def compare_padded() -> None:
         assert seen.expected() == wanted.expected()
         Swap(seen, live)()
         assert not live["w"][first:].any()
-        assert torch.equal(live["w"][:first].view(torch.int16), tensor.view(torch.int16))
+        brought, sent = (t.view(torch.int16) for t in (live["w"][:first], tensor))
+        assert torch.equal(brought, sent)
 
 
 def logged(log: ChangeLog) -> dict[str, list[tuple[int, int]]]:

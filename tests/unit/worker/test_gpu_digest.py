@@ -12,7 +12,7 @@ import torch
 from tests.support.triton_compiler import compile_for_gpu, succeeds
 from vllm.inflight import ops
 from vllm.inflight.ops import gpu_digest as audit_module
-from vllm.inflight.ops.gpu_digest import ROWS, GpuDigest, nonfinite_width
+from vllm.inflight.ops.gpu_digest import ROWS, GpuDigest, nonfinite_width, warm
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -74,6 +74,12 @@ def check() -> None:
     check_converted()
 
 
+def check_warm() -> None:
+    """Kernels are compiled for dtypes that no parameter has, and for packed ones."""
+    packed = [getattr(torch, "float4_e2m1fn_x2", torch.uint8), torch.float8_e8m0fnu]
+    warm(torch.device("cpu"), {*PLAIN, *packed, torch.bool, torch.int64})
+
+
 PLAIN = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 
 
@@ -104,6 +110,11 @@ def test_digests_and_counts_are_those_of_the_cpu():
         timeout=240,
     )
     assert run.returncode == 0, run.stderr[-3000:]
+
+
+@pytest.mark.seconds
+def test_kernels_are_compiled_for_every_dtype_of_a_checkpoint():
+    succeeds(f"{__name__}:check_warm")
 
 
 def test_an_audit_of_nothing_says_nothing():

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm.inflight.worker.replay_plan import (
     Entry,
@@ -11,6 +12,7 @@ from vllm.inflight.worker.replay_plan import (
     RecordedWrites,
     replay,
     view_of,
+    warm,
 )
 from vllm.inflight.worker.staging.coverage import Coverage, Fill
 
@@ -235,3 +237,35 @@ def test_elements_that_are_read_twice_are_counted_once():
 
     entry = recorded(twice, torch.nn.Parameter(torch.zeros(8, 3)), torch.ones(4, 3))
     assert entry.num_unread == 6
+
+
+class Copies(TorchDispatchMode):
+    """Notes the dtypes of copies, and whether they are contiguous."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._foreach_copy_.default:
+            (target,), (source,) = args
+            self.seen.add((source.dtype, target.dtype, source.is_contiguous()))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_copies_of_a_first_update_have_run_before():
+    """Of every dtype that may come, into every dtype that is served."""
+    with Copies() as copies:
+        warm(
+            torch.device("cpu"),
+            {torch.bfloat16, torch.float8_e4m3fn, torch.int32},
+            {torch.float32, torch.bfloat16, torch.int32},
+        )
+    pairs = {
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float8_e4m3fn, torch.float32),
+        (torch.float8_e4m3fn, torch.bfloat16),
+        (torch.int32, torch.int32),
+    }
+    assert copies.seen == {(*pair, whole) for pair in pairs for whole in (True, False)}

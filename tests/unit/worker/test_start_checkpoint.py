@@ -8,6 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from vllm.inflight.ops import gpu_digest
+from vllm.inflight.worker.model import quantized, support
+from vllm.inflight.worker.shadow import parameters
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.verify.start_checkpoint import StartCheckpoint
 
@@ -113,3 +116,33 @@ def test_a_tensor_may_be_unused_only_if_no_rank_has_part_of_it(has_some: bool):
     )
     assert ShadowModel.may_idle(shadow, "a") is not has_some
     assert not ShadowModel.may_idle(shadow, "b")
+
+
+class Warmed(Exception):
+    """Ends what is under test when the kernels have been compiled."""
+
+
+@pytest.mark.parametrize("method", ["_settle_in", "_open_log"])
+def test_digest_kernels_are_compiled_for_what_is_served_and_what_a_trainer_may_send(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+):
+    """A trainer that has loaded the start checkpoint sends its dtypes."""
+    tensors = {"a": torch.zeros(2, dtype=torch.bfloat16), "b": torch.zeros(1).bool()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    warmed: list[set[torch.dtype]] = []
+
+    def warm(device: torch.device, dtypes: set[torch.dtype]) -> None:
+        warmed.append(dtypes)
+        raise Warmed
+
+    monkeypatch.setattr(gpu_digest, "warm", warm)
+    monkeypatch.setattr(parameters, "make_hollow", lambda *_: None)
+    monkeypatch.setattr(support, "layouts_differ", lambda *_: None)
+    monkeypatch.setattr(quantized, "watch", lambda *_: None)
+    shadow: Any = ShadowModel.__new__(ShadowModel)
+    shadow.device, shadow.live = torch.device("cuda"), None
+    shadow.module = torch.nn.Linear(2, 2, device="meta")
+    shadow.start_checkpoint = origin(str(tmp_path))
+    with pytest.raises(Warmed):
+        getattr(shadow, method)(*[None] * (method == "_settle_in"))
+    assert warmed == [{torch.float32, torch.bfloat16, torch.bool}]

@@ -174,7 +174,8 @@ def warm(device: torch.device, dtypes: set[torch.dtype]) -> None:
     """Compile the kernels for `dtypes` now, and not while decoding."""
     digest = GpuDigest(device, {})
     dtypes = dtypes | {torch.uint8}  # the scrub, which only needs sums
-    digest.add([(str(d), torch.zeros(8, device=device).to(d)) for d in dtypes])
+    memory = torch.zeros(128, dtype=torch.uint8, device=device)
+    digest.add([(str(dtype), memory.view(dtype)) for dtype in dtypes])
     digest.results()
 
 

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -386,6 +387,34 @@ def replay(known: Sequence[tuple[Entry, torch.Tensor]]) -> None:
         # The source is host memory that may be freed as soon as this returns.
         for target, source in zip(targets, sources, strict=True):
             target.copy_(source)
+
+
+def warm(
+    device: torch.device, sources: set[torch.dtype], targets: set[torch.dtype]
+) -> None:
+    """Have the GPU load the kernels of copies now, and not while tensors arrive.
+
+    The driver may wait for all kernels that run before it loads another one. A
+    broadcast that runs then waits for other ranks, which may wait for this one.
+
+    Args:
+        device: of the parameters.
+        sources: dtypes of tensors that arrive.
+        targets: dtypes of parameters.
+
+    """
+    for source, target in product(sources, targets):
+        if source != target and not (
+            source.is_floating_point and target.is_floating_point
+        ):
+            continue
+        size = 64
+        sent = torch.zeros(size * source.itemsize, dtype=torch.uint8, device=device)
+        held = torch.zeros(size * target.itemsize, dtype=torch.uint8, device=device)
+        new, old = sent.view(source).view(8, 8), held.view(target).view(8, 8)
+        for part in (slice(None), slice(4)):  # contiguous, and cut by columns
+            with suppress(NotImplementedError, RuntimeError):  # torch has no such copy
+                torch._foreach_copy_([old[:, part]], [new[:, part]])
 
 
 class RecordedWrites(TorchDispatchMode):

@@ -208,6 +208,16 @@ class ShadowModel:
             return self._open_log()
         return None if is_cpu else self._settle_in(vllm_config)
 
+    @property
+    def arriving_dtypes(self) -> set[torch.dtype]:
+        """The dtypes that tensors of an update have, as far as they can be foretold.
+
+        Trainers send what is served, or what the start checkpoint holds.
+        """
+        assert self.module is not None
+        served = {param.dtype for param in self.module.parameters()}
+        return served | self.start_checkpoint.dtypes
+
     def _lack_of_room(self) -> str | None:
         """Why `auto` stages into a log; None if it need not.
 
@@ -227,9 +237,8 @@ class ShadowModel:
         if (reason := support.layouts_differ(self.live, self.module)) is not None:
             return reason
         quantized.watch(self.live, self.module, self._processed_one)
-        dtypes = {param.dtype for param in self.module.parameters()}
         if self.device.type == "cuda":
-            gpu_digest.warm(self.device, dtypes)
+            gpu_digest.warm(self.device, self.arriving_dtypes)
         self.plan = Plan(is_replayed=False)
         capacity = capacity_of(self._config.delta_gib, self.nbytes)
         on_host = host_capacity_of(self._config.delta_host_gib, self.nbytes)
@@ -261,7 +270,7 @@ class ShadowModel:
     def _settle_in(self, vllm_config: upstream.VllmConfig) -> str | None:
         """Give the tree its memory on a GPU; returns the reason if there is none."""
         assert self.module is not None
-        gpu_digest.warm(self.device, {p.dtype for p in self.module.parameters()})
+        gpu_digest.warm(self.device, self.arriving_dtypes)
         for layer in self.module.modules():
             upstream.get_layerwise_info(layer).restore_device = self.device
         placements = [placement_of(tree) for tree in trees(self.live)]

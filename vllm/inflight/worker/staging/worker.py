@@ -30,6 +30,7 @@ from vllm.inflight.transport.rank_numbers import rank_in_engine
 from vllm.inflight.transport.sglang.checkpoint_engine import CheckpointEngine
 from vllm.inflight.transport.torch_groups.receiver_engine import GroupsEngine
 from vllm.inflight.transport.waiting import never
+from vllm.inflight.worker import replay_plan
 from vllm.inflight.worker.catalogue import catalogue
 from vllm.inflight.worker.delta import dense, device_writer
 from vllm.inflight.worker.delta.destinations import KnownDestinations
@@ -232,12 +233,13 @@ class StagingWorker:
         }
 
     def _warm(self) -> None:
-        """Compile the kernels for deltas, before there is anything to decode."""
+        """Compile and load kernels, before there is anything to decode."""
         module, device = self.shadow.module, self.worker.device
         if device.type == "cuda" and module is not None:
             dtypes = {param.dtype for param in module.parameters()}
             is_logged = self.shadow.log is not None
             with self.staging_stream():
+                replay_plan.warm(device, self.shadow.arriving_dtypes, dtypes)
                 device_writer.warm(device, dtypes, is_logged=is_logged)
                 if is_logged:
                     swap.warm(device, dtypes)

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Self
 
+import torch
 from huggingface_hub import snapshot_download
 
 from vllm.inflight import upstream
@@ -89,6 +90,12 @@ class StartCheckpoint:
     def shape(self, name: str) -> Shape | None:
         """The shape of a tensor; None if it is unknown or ambiguous."""
         return self._shapes.get(name)
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """The dtypes that tensors of it have."""
+        found = (getattr(torch, name, None) for name in set(self._dtypes.values()))
+        return {dtype for dtype in found if isinstance(dtype, torch.dtype)}
 
     @functools.cached_property
     def known(self) -> Known:
