@@ -18,6 +18,8 @@ from vllm.inflight import messages
 from vllm.inflight.engine.update.ranks import verdict
 from vllm.inflight.errors import EngineFault
 from vllm.inflight.transport.base import StagedEngine
+from vllm.inflight.worker import replay_plan
+from vllm.inflight.worker.delta import device_writer
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.staging.thread import StagingThread
 from vllm.inflight.worker.staging.worker import StagingWorker
@@ -106,6 +108,23 @@ def told(board: StatusBoard, serial: int = 1) -> Any:
     status = messages.Status.from_dict(board.read(RANK))
     assert status.serial == serial
     return verdict([status], serial)
+
+
+def test_kernels_of_copies_are_loaded_before_anything_is_decoded(
+    stager: StagingWorker, monkeypatch: pytest.MonkeyPatch
+):
+    """Into what is served, from that and from what the start checkpoint holds."""
+    seen: list[Any] = []
+    monkeypatch.setattr(replay_plan, "warm", lambda *args: seen.append(args))
+    monkeypatch.setattr(device_writer, "warm", lambda *args, **options: None)
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(stager.worker, "device", gpu)
+    stager.shadow.module = torch.nn.Linear(2, 2, device="meta")
+    of_file = StartCheckpoint({"norm.weight": (4,)}, {"norm.weight": "bfloat16"})
+    monkeypatch.setattr(stager.shadow, "start_checkpoint", of_file)
+    stager._warm()
+    served = {torch.float32}
+    assert seen == [(gpu, served | {torch.bfloat16}, served)]
 
 
 @pytest.mark.parametrize("fault", [SystemExit(3), KeyboardInterrupt(), OSError("no")])
