@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,8 @@ from tests.support.transports.peers import (
 )
 from tests.support.waiting import until
 from vllm.inflight.errors import TransferFault
+from vllm.inflight.transport.buckets.tensor_list import TensorList
+from vllm.inflight.transport.collective.trainer_engine import BroadcastTrainer
 from vllm.inflight.transport.waiting import in_background
 
 pytestmark = pytest.mark.seconds
@@ -72,6 +76,23 @@ def test_a_shutdown_while_it_receives_ends_the_update_with_the_reason():
     with suppress(TransferFault):  # if all of it was sent before
         sending.result(timeout=60)
     sender.group.close()
+
+
+def test_a_trainer_that_is_shut_down_as_it_sends_tells_what_the_engine_says():
+    reasons: list[str] = []
+    trainer: Any = BroadcastTrainer.__new__(BroadcastTrainer)
+    trainer._info = SimpleNamespace(timeout_s=60.0)
+    group = SimpleNamespace(close=lambda: None, abort=reasons.append, ended=None)
+    trainer._sender = SimpleNamespace(group=group, send=lambda *_: None)
+
+    def update(*_: object, **__: object) -> None:
+        trainer.shutdown()
+        raise TransferFault("the engine has ended")
+
+    named = list(tensors().items())
+    with pytest.raises(TransferFault, match="the engine has ended"):
+        trainer._send(TensorList.of(named), named, SimpleNamespace(update=update))
+    assert reasons == ["the engine refused the update: the engine has ended"]
 
 
 @pytest.mark.slow

@@ -249,7 +249,8 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
     def _send(
         self, tensor_list: TensorList, tensors: Iterable[Pair], calls: UpdateCalls
     ) -> None:
-        assert self._sender is not None
+        sender = self._sender  # another thread may shut this trainer down meanwhile
+        assert sender is not None
         update_info = tensor_list.update_info
         answer = in_background(lambda: calls.update(update_info, is_last=True))
 
@@ -257,7 +258,7 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
             return answer.done() and answer.exception() is not None
 
         try:
-            self._sender.send(
+            sender.send(
                 tensor_list, tensors, WaitLimit(self._info.timeout_s, has_failed)
             )
         except Cancelled:
@@ -268,7 +269,7 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
         except BaseException as error:
             # All was sent, but perhaps not all was received, because NCCL may let a
             # trainer go on earlier. The next update would read what is left.
-            self._sender.group.abort(f"the engine refused the update: {error}")
+            sender.group.abort(f"the engine refused the update: {error}")
             raise
 
     def _connect(self) -> None:
