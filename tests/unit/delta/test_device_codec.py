@@ -44,6 +44,10 @@ def cases():
     for dtype in (torch.float32, torch.int64):
         old = random_bits(dtype, 60_000)
         yield old, with_changes(old, scattered(60_000, 0.03), most=40_000)
+    # Lanes that most programs cannot note, and the last one of a tensor not whole.
+    for dtype in (torch.int8, torch.int16, torch.float32):
+        old = random_bits(dtype, 9_001)
+        yield old, with_changes(old, scattered(9_001, 0.6), most=40)
     empty = torch.zeros(0)
     yield empty, empty
 
@@ -122,9 +126,23 @@ def check() -> None:
                 seen, reference.decode_block(block, index, part.data), strict=True
             ):
                 assert torch.equal(one, other), block
+    check_unaligned()
     check_parts()
     check_faults()
     check_digests(pairs)
+
+
+def check_unaligned() -> None:
+    """Addresses that are no multiples of 16 give the same parts."""
+    pairs = []
+    for dtype, share in ((torch.int8, 0.01), (torch.int16, 0.3), (torch.float32, 0.02)):
+        whole = random_bits(dtype, 9_001)
+        old = whole[1:]
+        pairs.append((old, with_changes(old, scattered(9_000, share), most=40)))
+    assert any(old.data_ptr() % 16 for old, _ in pairs)
+    coder = coder_of("auto")
+    assert list(coder.add_all(0, [tuple(map(integers, pair)) for pair in pairs])[1])
+    assert_same(taken(coder), parts_of(pairs))
 
 
 def check_parts() -> None:
@@ -214,20 +232,25 @@ def compile_kernels() -> None:
     part = {"data": "*u8", "places": long, "bits": "*u8", "fault": long}
     integer, lanes = ("INTEGER", codec.INTEGERS[2]), ("LANES", 1024)
     block, one = ("BLOCK", 256), {"num": "i32"}
-    search = [("WIDTH", 2), integer, ("ALIGNED", True), block]
+    found = {"num_lanes": "*i32", "lanes": "*i16"}
     measured = {"places": "*i32", "differences": long, "sums": long}
+    programs = {"num_programs": "i32"}
+    for width, is_aligned in ((1, True), (2, True), (2, False), (8, True)):
+        search = codec._options(width, is_aligned=is_aligned).items()
+        for kernel, arguments in (
+            (codec._count, rows | {"counts": "*i32"} | found),
+            (
+                codec._compact,
+                rows | found | {"firsts": long} | entries | {"first_program": "i32"},
+            ),
+        ):
+            compile_for_gpu(kernel, arguments, [*search])
     for kernel, arguments, constants in (
-        (codec._count, rows | {"counts": "*i32"}, search),
-        (
-            codec._compact,
-            rows | {"firsts": long} | entries | {"first_program": "i32"},
-            search,
-        ),
-        (codec._measure, rows | measured, [lanes]),
+        (codec._measure, rows | measured | programs, [lanes]),
         (
             codec._encode,
-            rows | entries | {"sums": long, "data": "*u8"},
-            [lanes, ("CODES", 1024)],
+            rows | entries | {"sums": long, "data": "*u8"} | programs,
+            [lanes, ("CODES", 1024), ("MOST_BYTES", 2)],
         ),
         (codec._decode_gaps, rows | part, [integer, ("CODES", 1024)]),
         (codec._decode_others, {"rows": long} | part, [integer, lanes, ("SHORT", 64)]),

@@ -263,15 +263,13 @@ class _Search:
         )
         # The programs of each block end here.
         ends = before(num_programs)[self._owner] + last
-        counts = torch.zeros(
-            int(num_programs.sum()), dtype=torch.int32, device=self._device
-        )
+        self._found = found = kernels.Found.room(len(self._owners), self._device)
         for width in self._widths:
             kernels.count(
-                self._rows, self._owners, counts, width, is_aligned=self._is_aligned
+                self._rows, self._owners, found, width, is_aligned=self._is_aligned
             )
-        sums = counts.cumsum(0)
-        self._firsts = sums - counts
+        sums = found.counts.cumsum(0)
+        self._firsts = sums - found.counts
         entries = sums[to_device(ends - 1, self._device)].cpu().numpy()
         is_changed = np.diff(entries, prepend=0) > 0
         self._programs = np.stack((np.concatenate(([0], ends[:-1])), ends), 1)[
@@ -301,7 +299,8 @@ class _Search:
         entries = _Entries(place, *bits)
         for width in self._widths:
             kernels.compact(
-                *(self._rows, self._owners, self._firsts, programs, entries, width),
+                *(self._rows, self._owners, self._found, self._firsts),
+                *(programs, entries, width),
                 is_aligned=self._is_aligned,
             )
         return entries
@@ -317,15 +316,15 @@ def _encoded(blocks: _Blocks, entries: _Entries, values: int) -> _Encoded:
     table[:, 1], table[:, 3] = blocks.counts, blocks.widths
     num_programs = -(-blocks.counts // kernels.ENTRIES_PER_STEP)
     on_device, owners = launch_table(table, 2, num_programs, device)
-    sums = torch.empty(len(owners), kernels.MEASURES, dtype=torch.int64, device=device)
+    # A row for each measure: torch sums up columns many times slower.
+    sums = torch.empty(kernels.MEASURES, len(owners), dtype=torch.int64, device=device)
     kernels.measure(on_device, owners, entries, sums)
-    sums = sums.cumsum(0)
+    sums = sums.cumsum(1)
     ends = np.cumsum(num_programs) - 1
     borders = to_device(np.stack((ends, starts, starts + blocks.counts - 1)), device)
-    columns = [sums[borders[0]], entries.places[borders[1:]].t().to(torch.int64)]
-    found = torch.cat(columns, 1).cpu().numpy()
-    measures = np.diff(found[:, : kernels.MEASURES], axis=0, prepend=0)
-    first, last = found[:, kernels.MEASURES], found[:, kernels.MEASURES + 1]
+    columns = [sums[:, borders[0]], entries.places[borders[1:]].to(torch.int64)]
+    *found, first, last = torch.cat(columns).cpu().numpy()
+    measures = np.diff(np.stack(found, 1), axis=0, prepend=0)
 
     rows = np.zeros(len(blocks.counts), dtype=ROWS)
     rows["number"], rows["width"] = blocks.numbers, blocks.widths
@@ -338,7 +337,8 @@ def _encoded(blocks: _Blocks, entries: _Entries, values: int) -> _Encoded:
     data = torch.zeros(int(sizes.sum()), dtype=torch.uint8, device=device)
     table[:, 4], table[:, 5] = rows["form"], rows["code_bytes"]
     table[:, 6], table[:, 8:12] = first, firsts
-    kernels.encode(to_device(table, device), owners, entries, sums, data)
+    most_bytes = int(blocks.widths.max())
+    kernels.encode(to_device(table, device), owners, entries, sums, data, most_bytes)
     return _Encoded(rows, sizes, data, firsts)
 
 

@@ -13,7 +13,7 @@ import torch
 from vllm.inflight import ops
 from vllm.inflight.delta.decode import Changes, apply, decode
 from vllm.inflight.delta.encode import Encoder
-from vllm.inflight.delta.part import Part
+from vllm.inflight.delta.part import Part, bring_tables
 from vllm.inflight.errors import (
     BaseMismatch,
     DeltaUnsupported,
@@ -21,7 +21,7 @@ from vllm.inflight.errors import (
     Malformed,
     WeightsMismatch,
 )
-from vllm.inflight.trainer.deltas.published import PublishedVersion, digests_of
+from vllm.inflight.trainer.deltas.published import Digests, PublishedVersion
 from vllm.inflight.trainer.snapshot import Snapshot, check_tensor
 from vllm.inflight.trainer.sources.stream import Pair
 from vllm.inflight.update import Manifest, TensorSpec
@@ -145,6 +145,8 @@ class DeltaSearch:
         self._encoder = Encoder()
         self._names: list[str] = []
         """The changed tensors, by their number."""
+        self._digests = Digests()
+        """Of these tensors, until they are announced."""
         self._num_bytes = 0
         """Bytes of the parts."""
         self._num_compared = 0
@@ -207,6 +209,7 @@ class DeltaSearch:
             return self._before(compared)
         if not self._names:
             self._add_nothing()
+        self._close()
         return self._delta
 
     def _compare(self, batch: list[Pair]) -> list[str]:
@@ -226,8 +229,7 @@ class DeltaSearch:
         self._names += [name for name, _ in changed]
         # Of the tensors themselves, and not worked out from the base: an error in the
         # base would stay unseen, because digests add up.
-        for (name, _), digest in zip(changed, digests_of(changed), strict=True):
-            self._announce(name, digest.hex())
+        self._digests.add(changed)
         self._note(made)
         self._num_compared += sum(old.nbytes for old, _ in pairs)
         return names
@@ -237,7 +239,18 @@ class DeltaSearch:
         for part in parts:
             self._delta.body.parts.append(part)
             self._num_bytes += part.num_bytes
-            part.check(*self._sizes())
+
+    def _close(self) -> None:
+        """Announce what has changed, and check the parts.
+
+        The host waits for a GPU here, and not at every batch.
+        """
+        for name, digest in self._digests.results().items():
+            self._announce(name, digest.hex())
+        parts, sizes = self._delta.body.parts, self._sizes()
+        bring_tables(parts)
+        for part in parts:
+            part.check(*sizes)
 
     def _announce(self, name: str, digest: str | None) -> None:
         """The delta changes a tensor, which has this digest afterwards."""
@@ -258,6 +271,7 @@ class DeltaSearch:
 
     def _before(self, taken: Iterable[str]) -> Iterator[Pair]:
         self._note(self._encoder.finish())
+        self._close()
         return self._delta.whole(taken)
 
     def _add_nothing(self) -> None:
