@@ -46,8 +46,8 @@ def cases():
         yield old, with_changes(old, scattered(60_000, 0.03), most=40_000)
     # Lanes that most programs cannot note, and the last one of a tensor not whole.
     for dtype in (torch.int8, torch.int16, torch.float32):
-        old = random_bits(dtype, 9_001)
-        yield old, with_changes(old, scattered(9_001, 0.6), most=40)
+        old = random_bits(dtype, 40_001)
+        yield old, with_changes(old, scattered(40_001, 0.6), most=40)
     empty = torch.zeros(0)
     yield empty, empty
 

@@ -216,8 +216,7 @@ class _Entries(NamedTuple):
 class _Search:
     """Counts the changes of all blocks of some tensors, then brings them.
 
-    A program compares `ELEMENTS_PER_PROGRAM` elements; a block has a whole number of
-    these.
+    A block has a whole number of programs.
 
     Args:
         stretches: of tensors of one device.
@@ -228,7 +227,6 @@ class _Search:
     def __init__(self, stretches: Sequence[Compared], limit: int) -> None:
         from vllm.inflight.delta import triton_kernels as kernels
 
-        per_program = kernels.ELEMENTS_PER_PROGRAM
         columns = [
             (s.number, s.start, s.old.numel(), s.old.element_size()) for s in stretches
         ]
@@ -237,6 +235,7 @@ class _Search:
         self._stretches = stretches  # their memory has to stay
         of_width = {w: block_elements(limit, w) for w in np.unique(widths).tolist()}
         per_block = np.array([of_width[width] for width in widths.tolist()])
+        per_program = kernels.BYTES_PER_PROGRAM // widths
         num_programs = -(-sizes // per_program)
         num_blocks = -(-sizes // per_block)
         rows = np.zeros((len(stretches), kernels.SEARCH_COLUMNS), dtype=np.int64)
@@ -258,7 +257,7 @@ class _Search:
             return
         self._rows, self._owners = launch_table(rows, 3, num_programs, self._device)
         last = np.minimum(
-            (within + 1) * (per_block[self._owner] // per_program),
+            (within + 1) * (per_block // per_program)[self._owner],
             num_programs[self._owner],
         )
         # The programs of each block end here.

@@ -10,11 +10,17 @@ import triton.language as tl
 
 from vllm.inflight.delta.part import CHUNK_CODES
 
-ELEMENTS_PER_PROGRAM = 4096
-"""Elements that a program compares."""
+BYTES_PER_PROGRAM = 32 << 10
+"""Bytes of a tensor that a program compares; a block has a whole number of these."""
 
-LANES_NOTED = 256
-"""Lanes that a program of `count` can note: a quarter of those of a 16-bit dtype."""
+LANES_PER_STEP = 1024
+"""Lanes that a program compares at once."""
+
+LANES_NOTED = 1024
+"""Lanes that a program of `count` can note: a quarter of those of 8 bytes."""
+
+NOTED_PER_STEP = 64
+"""Noted lanes that a program of `compact` reads at once."""
 
 COLUMNS = 16
 """int64 values of a row of `decode_gaps` and `decode_others`."""
@@ -65,7 +71,9 @@ def _count(
     INTEGER: tl.constexpr,
     PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
     MOST: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
     row = rows + tl.load(owners + program).to(tl.int64) * 6
@@ -74,33 +82,39 @@ def _count(
     is_own = tl.load(row + 4) == WIDTH
     num = tl.where(is_own, tl.load(row + 2), 0)
     first = (program - tl.load(row + 3)) * BLOCK
-    LANES: tl.constexpr = BLOCK // PIECES
-    lane = tl.arange(0, LANES)
-    num_changed = tl.zeros((LANES,), tl.int32)
-    # Without a mask, and in words of 8 bytes, many elements are read by one
-    # instruction.
-    if PIECES > 1 and first + BLOCK <= num:
-        at = first // PIECES + lane
-        old_words = old.to(tl.pointer_type(tl.int64)) + at
-        new_words = new.to(tl.pointer_type(tl.int64)) + at
-        old_words = tl.multiple_of(tl.max_contiguous(old_words, LANES), 16)
-        new_words = tl.multiple_of(tl.max_contiguous(new_words, LANES), 16)
-        differing = tl.load(old_words) ^ tl.load(new_words)
-        for piece in tl.static_range(PIECES):
-            bits = (differing >> (8 * WIDTH * piece)) & ((1 << (8 * WIDTH)) - 1)
-            num_changed += (bits != 0).to(tl.int32)
-    else:
-        for piece in tl.static_range(PIECES):
-            at = first + lane * PIECES + piece
-            before = tl.load(old + at, mask=at < num, other=0)
-            now = tl.load(new + at, mask=at < num, other=0)
-            num_changed += (before != now).to(tl.int32)
-    has_changed = num_changed > 0
-    rank = tl.cumsum(has_changed.to(tl.int32), 0) - 1
-    to = lanes + program * MOST + rank
-    tl.store(to, lane.to(tl.int16), mask=has_changed & (rank < MOST))
-    tl.store(counts + program, tl.sum(num_changed, 0), mask=is_own)
-    tl.store(num_lanes + program, tl.sum(has_changed.to(tl.int32), 0), mask=is_own)
+    num_found = 0
+    num_noted = 0
+    for start in range(0, tl.minimum(num - first, BLOCK), LANES * PIECES):
+        lane = start // PIECES + tl.arange(0, LANES)
+        num_changed = tl.zeros((LANES,), tl.int32)
+        # Without a mask, and in words of 8 bytes, many elements are read by one
+        # instruction.
+        if PIECES > 1 and first + start + LANES * PIECES <= num:
+            at = first // PIECES + lane
+            old_words = old.to(tl.pointer_type(tl.int64)) + at
+            new_words = new.to(tl.pointer_type(tl.int64)) + at
+            old_words = tl.multiple_of(tl.max_contiguous(old_words, LANES), 16)
+            new_words = tl.multiple_of(tl.max_contiguous(new_words, LANES), 16)
+            differing = tl.load(old_words) ^ tl.load(new_words)
+            for piece in tl.static_range(PIECES):
+                bits = (differing >> (8 * WIDTH * piece)) & ((1 << (8 * WIDTH)) - 1)
+                num_changed += (bits != 0).to(tl.int32)
+        else:
+            for piece in tl.static_range(PIECES):
+                at = first + lane * PIECES + piece
+                before = tl.load(old + at, mask=at < num, other=0)
+                now = tl.load(new + at, mask=at < num, other=0)
+                num_changed += (before != now).to(tl.int32)
+        has_changed = num_changed > 0
+        rank = num_noted + tl.cumsum(has_changed.to(tl.int32), 0) - 1
+        to = lanes + program * MOST + rank
+        tl.store(to, lane.to(tl.int16), mask=has_changed & (rank < MOST))
+        # Both numbers in one sum.
+        both = tl.sum(num_changed | (has_changed.to(tl.int32) << 16), 0)
+        num_found += both & 0xFFFF
+        num_noted += both >> 16
+    tl.store(counts + program, num_found, mask=is_own)
+    tl.store(num_lanes + program, num_noted, mask=is_own)
 
 
 @triton.jit
@@ -116,7 +130,7 @@ def _bring(
     INTEGER: tl.constexpr,
     PIECES: tl.constexpr,
 ):
-    """Bring the elements of these lanes that differ; the first one comes at `to`."""
+    """Bring the elements of these lanes that differ, from `to` on; returns the end."""
     old = tl.load(row).to(tl.pointer_type(INTEGER))
     new = tl.load(row + 1).to(tl.pointer_type(INTEGER))
     num = tl.load(row + 2)
@@ -128,6 +142,7 @@ def _bring(
         before = tl.load(old + at, mask=is_wanted & (at < num), other=0)
         now = tl.load(new + at, mask=is_wanted & (at < num), other=0)
         num_changed += (before != now).to(tl.int32)
+    end = to + tl.sum(num_changed, 0)
     to += tl.cumsum(num_changed, 0) - num_changed
     for piece in tl.static_range(PIECES):
         at = first_of_lane + piece
@@ -140,6 +155,7 @@ def _bring(
         difference = (now - before).to(INTEGER)
         tl.store(differences + to, difference.to(tl.int64), mask=differs)
         to += differs.to(tl.int32)
+    return end
 
 
 @triton.jit(
@@ -163,7 +179,9 @@ def _compact(
     INTEGER: tl.constexpr,
     PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
     MOST: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64) + first_program
     row = rows + tl.load(owners + program).to(tl.int64) * 6
@@ -172,18 +190,20 @@ def _compact(
     first = (program - tl.load(row + 3)) * BLOCK
     to = tl.load(firsts + program) - tl.load(firsts + first_program)
     if num <= MOST:
-        rank = tl.arange(0, MOST)
-        noted = tl.load(lanes + program * MOST + rank, mask=rank < num, other=0)
-        _bring(
-            *(row, first, noted.to(tl.int32), rank < num, to),
-            *(places, news, differences, INTEGER, PIECES),
-        )
+        for start in range(0, num, STEP):
+            rank = start + tl.arange(0, STEP)
+            noted = tl.load(lanes + program * MOST + rank, mask=rank < num, other=0)
+            to = _bring(
+                *(row, first, noted.to(tl.int32), rank < num, to),
+                *(places, news, differences, INTEGER, PIECES),
+            )
     else:
-        every = tl.arange(0, BLOCK // PIECES)
-        _bring(
-            *(row, first, every, every >= 0, to),
-            *(places, news, differences, INTEGER, PIECES),
-        )
+        for start in range(0, BLOCK // PIECES, LANES):
+            every = start + tl.arange(0, LANES)
+            to = _bring(
+                *(row, first, every, every >= 0, to),
+                *(places, news, differences, INTEGER, PIECES),
+            )
 
 
 @triton.jit
@@ -590,9 +610,9 @@ def _decode_others(
 class Found(NamedTuple):
     """What `count` finds, for each of its programs.
 
-    A program compares `ELEMENTS_PER_PROGRAM` elements, in lanes of 8 bytes or of an
-    element. It notes which lanes differ, so that `compact` reads only those. Where most
-    of them differ, they do not fit, and `compact` reads all lanes.
+    A program compares `BYTES_PER_PROGRAM`, in lanes of 8 bytes or of an element. It
+    notes which lanes differ, so that `compact` reads only those. Where most of them
+    differ, they do not fit, and `compact` reads all lanes.
     """
 
     counts: torch.Tensor
@@ -620,8 +640,10 @@ def _options(width: int, *, is_aligned: bool) -> dict[str, Any]:
         "WIDTH": width,
         "INTEGER": INTEGERS[width],
         "PIECES": 8 // width if is_aligned else 1,
-        "BLOCK": ELEMENTS_PER_PROGRAM,
+        "BLOCK": BYTES_PER_PROGRAM // width,
+        "LANES": LANES_PER_STEP,
         "MOST": LANES_NOTED,
+        "STEP": NOTED_PER_STEP,
     }
 
 
