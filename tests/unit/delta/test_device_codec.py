@@ -59,6 +59,14 @@ def coder_of(values, limit=delta.MAX_PART_BYTES):
     return DeviceCoder(limit, VALUES[values])
 
 
+def add_all(coder, pairs):
+    """Encode tensors, numbered from 0 on, all at once."""
+    from vllm.inflight.delta.device_encode import Compared, DeviceSearch
+
+    limit = coder._limit
+    return coder.add_found(0, DeviceSearch([Compared(0, 0, *p) for p in pairs], limit))
+
+
 def taken(coder, limit=delta.MAX_PART_BYTES):
     """All parts of the blocks that wait."""
     parts = []
@@ -102,7 +110,7 @@ def check() -> None:
     changed = [pair for pair in pairs if delta.changed(*pair)]
     # All tensors at once; those without a change get no number.
     coder = coder_of("auto")
-    flags, steps = coder.add_all(0, flat)
+    flags, steps = add_all(coder, flat)
     assert len(flags) == len(pairs) and sum(flags) == len(changed) < len(pairs)
     assert list(steps)
     assert_same(taken(coder), parts_of(changed))
@@ -141,7 +149,7 @@ def check_unaligned() -> None:
         pairs.append((old, with_changes(old, scattered(9_000, share), most=40)))
     assert any(old.data_ptr() % 16 for old, _ in pairs)
     coder = coder_of("auto")
-    assert list(coder.add_all(0, [tuple(map(integers, pair)) for pair in pairs])[1])
+    assert list(add_all(coder, [tuple(map(integers, pair)) for pair in pairs])[1])
     assert_same(taken(coder), parts_of(pairs))
 
 
@@ -157,7 +165,7 @@ def check_parts() -> None:
     wanted = parts_of(pairs, max_part_bytes=limit)
     assert len(wanted) > 2
     coder = coder_of("auto", limit)
-    flags, steps = coder.add_all(0, [tuple(map(integers, pair)) for pair in pairs])
+    flags, steps = add_all(coder, [tuple(map(integers, pair)) for pair in pairs])
     assert all(flags) and len(list(steps)) > 2
     assert_same(taken(coder, limit), wanted)
 

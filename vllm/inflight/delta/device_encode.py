@@ -101,15 +101,16 @@ class DeviceCoder:
         self, number: int, start: int, old: torch.Tensor, new: torch.Tensor
     ) -> None:
         """Encode the changes between two flat tensors of integers from `start` on."""
-        found = _Search([Compared(number, start, old, new)], self._limit)
+        found = DeviceSearch([Compared(number, start, old, new)], self._limit)
+        found.wait()
         for _ in self._encode(found):
             pass
 
-    def add_all(
-        self, first: int, pairs: Sequence[Pair]
+    def add_found(
+        self, first: int, found: DeviceSearch
     ) -> tuple[list[bool], Iterator[None]]:
-        """Encode the changes of several tensors; see `Coder.add_all`."""
-        found = _Search([Compared(0, 0, *pair) for pair in pairs], self._limit)
+        """Encode the changes that a search finds; see `Encoder.add_found`."""
+        found.wait()
         found.number_from(first)
         return found.has_changed.tolist(), self._encode(found)
 
@@ -141,7 +142,7 @@ class DeviceCoder:
             start = int(blocks.counts[:first].sum())
             self._keep(few, entries.part(start, start + int(few.counts.sum())))
 
-    def _encode(self, found: _Search) -> Iterator[None]:
+    def _encode(self, found: DeviceSearch) -> Iterator[None]:
         """Encode what a search has found, a batch at each step."""
         for first, end in found.blocks.batches():
             blocks = found.blocks.part(first, end)
@@ -171,6 +172,27 @@ class DeviceCoder:
                 self._waiting.appendleft(batch)
         self._num_bytes -= size - HEADER.size
         return _assembled(taken)
+
+
+class _Arriving:
+    """Numbers on their way from a GPU.
+
+    The host waits for these alone, and not for what the GPU does after them.
+    """
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self._numbers, self._event = numbers, None
+        if numbers.is_cuda:
+            self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            stream = torch.cuda.current_stream(numbers.device)
+            self._event = stream.record_event()
+
+    def array(self) -> Numbers:
+        """The numbers, once they are here."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._numbers.numpy()
 
 
 class _Blocks(NamedTuple):
@@ -213,10 +235,12 @@ class _Entries(NamedTuple):
         return _Entries(*(column[first:end] for column in self))
 
 
-class _Search:
+class DeviceSearch:
     """Counts the changes of all blocks of some tensors, then brings them.
 
-    A block has a whole number of programs.
+    The GPU counts while the host does something else, until it calls `wait`. The
+    tensors must not change before their changes are encoded. A block has a whole number
+    of programs.
 
     Args:
         stretches: of tensors of one device.
@@ -261,7 +285,7 @@ class _Search:
             num_programs[self._owner],
         )
         # The programs of each block end here.
-        ends = before(num_programs)[self._owner] + last
+        self._ends = before(num_programs)[self._owner] + last
         self._found = found = kernels.Found.room(len(self._owners), self._device)
         for width in self._widths:
             kernels.count(
@@ -269,7 +293,13 @@ class _Search:
             )
         sums = found.counts.cumsum(0)
         self._firsts = sums - found.counts
-        entries = sums[to_device(ends - 1, self._device)].cpu().numpy()
+        self._entries = _Arriving(sums[to_device(self._ends - 1, self._device)])
+
+    def wait(self) -> None:
+        """Wait for the numbers of changes."""
+        if not len(self._owner):
+            return
+        entries, ends = self._entries.array(), self._ends
         is_changed = np.diff(entries, prepend=0) > 0
         self._programs = np.stack((np.concatenate(([0], ends[:-1])), ends), 1)[
             is_changed
