@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.shadow_on_host import Sets
 from tests.support.triton_compiler import succeeds
 from tests.unit.worker.test_delta_writer import delta, stepped
-from tests.unit.worker.test_device_writer import decode_with_kernels
 from vllm.inflight.worker.delta.device_writer import DeviceWriter, copy_elements
 from vllm.inflight.worker.delta.writer import DeltaWriter
 from vllm.inflight.worker.memory.arena import Arena
@@ -169,7 +168,6 @@ def counted(num: int, *, is_logged: bool) -> Counter[str]:
 
 def check() -> None:
     """Runs where TRITON_INTERPRET was set before Triton was imported."""
-    decode_with_kernels()
     for is_logged in (False, True):
         few, many = (counted(num, is_logged=is_logged) for num in (FEW, MANY))
         assert few["ops"] == many["ops"] <= MOST_OPS

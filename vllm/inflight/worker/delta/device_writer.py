@@ -8,9 +8,14 @@ import numpy as np
 import torch
 
 from vllm.inflight import ops
-from vllm.inflight.delta import Encoder, Part, decode
-from vllm.inflight.delta.decode import DecodedPart, before
-from vllm.inflight.delta.device_decode import Table, launch_table
+from vllm.inflight.delta import Encoder, Part
+from vllm.inflight.delta.decode import (
+    DecodedPart,
+    before,
+    decode_unproved,
+    require_sound,
+)
+from vllm.inflight.delta.device_decode import Launches, Table, launch_table
 from vllm.inflight.worker.delta.changed_samples import ChangedSamples
 from vllm.inflight.worker.delta.destinations import Destinations, follow
 from vllm.inflight.worker.delta.targets import Targets
@@ -57,7 +62,10 @@ class DeviceWriter:
         self._sums = torch.zeros(shape, dtype=torch.int64, device=device)
 
     def write(
-        self, changes: DecodedPart, note: Callable[[ChangedElements], None]
+        self,
+        changes: DecodedPart,
+        note: Callable[[ChangedElements], None],
+        launches: Launches,
     ) -> None:
         """Write these changes into the shadow parameters, or into the log.
 
@@ -65,6 +73,9 @@ class DeviceWriter:
             changes: of one part.
             note: called with the places of the elements, before the first is written
                 into a shadow parameter.
+            launches: the changes are decoded and written when these are run. Where a
+                tensor is cut over ranks, a log needs the places before: they are run
+                here then.
 
         """
         from vllm.inflight.worker.delta import triton_kernels as kernels
@@ -78,10 +89,10 @@ class DeviceWriter:
         rows[:, 1] = changes.bits.data_ptr() + changes.first_bytes[group]
         rows[:, 8] = changes.are_differences[group]
         log_sums: torch.Tensor | None = None
-        held: list[torch.Tensor] = []
-        """What the kernels read of other memory than that of the part."""
         if isinstance(self._shadow, ChangeLog):
-            held = self._only_own(changes, group, copy, rows, counts)
+            if self._targets.is_cut[copy].any():
+                launches.run()
+                launches.held += self._only_own(changes, group, copy, rows, counts)
             reserved = self._shadow.reserve_all(params, counts, widths)
             if reserved is None:
                 return  # the rest is counted all the same
@@ -100,9 +111,17 @@ class DeviceWriter:
         for width, is_flat in sorted(set(kinds)):
             own = (widths == width) & (are_flat == is_flat)
             num_programs = -(-counts[own] // kernels.BLOCK)
-            table = launch_table(rows[own], 6, num_programs, self._device)
-            kernels.write(*table, self._sums, width, log_sums, are_flat=is_flat)
-        del held  # later work of this stream alone gets that memory
+
+            def launch(
+                table: torch.Tensor,
+                owners: torch.Tensor,
+                kind: tuple[int, bool] = (width, is_flat),
+            ) -> None:
+                width, is_flat = kind
+                sums = self._sums, width, log_sums
+                kernels.write(table, owners, *sums, are_flat=is_flat)
+
+            launches.add_programs(rows[own], 6, num_programs, launch)
 
     def _only_own(
         self,
@@ -130,7 +149,7 @@ class DeviceWriter:
         """
         held: list[torch.Tensor] = []
         cut = np.flatnonzero(self._targets.is_cut[copy]).tolist()
-        groups = list(changes) if cut else []
+        groups = list(changes)
         for row in cut:
             copied, own = self._targets.copies[copy[row]], groups[group[row]]
             _, is_here = follow(own.places, copied.part, copied.view)
@@ -188,12 +207,16 @@ def warm(
         target = shadow if log is None else log
         writer = DeviceWriter(device, live, target, Targets.of(places))
         logs: list[ChangedElements] = []
-        changes = decode(part)
-        writer.write(changes, logs.append)
+        launches = Launches(device)
+        changes = decode_unproved(part, launches=launches)
+        writer.write(changes, logs.append, launches)
         sampler = Sampler(device=device)
         sampler.add([(str(number), old.to(device)) for number, old in enumerate(olds)])
         sizes = np.array([old.numel() for old in olds])
-        ChangedSamples(sampler.samples(), [*map(str, range(3))], sizes).write(changes)
+        names = [*map(str, range(3))]
+        ChangedSamples(sampler.samples(), names, sizes).write(changes, launches)
+        launches.run()
+        require_sound([changes.fault])
         for each in logs:
             copy_elements(each, live, shadow)
         writer.results()

@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 
 from vllm.inflight import ops
 from vllm.inflight.delta import Changes, Part
-from vllm.inflight.delta.decode import DecodedPart, decode_unproved, require_sound
+from vllm.inflight.delta.decode import decode_unproved, require_sound
+from vllm.inflight.delta.device_decode import Launches
 from vllm.inflight.delta.part import bring_tables
 from vllm.inflight.delta.parts import ArrivingParts, Pair
 from vllm.inflight.errors import Cause, DeltaUnsupported, Malformed
@@ -158,7 +159,7 @@ class DeltaWriter:
         for part in arrived:
             here = part.on(self._shadow.device)
             self._order.check(here)
-            self._write(decode_unproved(here))
+            self._write(here)
             self._received(here.num_bytes, int(np.count_nonzero(self._num_entries)))
 
     def require_sound(self) -> None:
@@ -345,17 +346,22 @@ class DeltaWriter:
             "of Publisher and of Weights), or send whole versions.",
         )
 
-    def _write(self, changes: DecodedPart) -> None:
-        """Write the changes of one part."""
-        np.add.at(self._num_entries, changes.numbers, changes.counts)
+    def _write(self, part: Part) -> None:
+        """Decode a part, and write its changes."""
+        launches: Launches | None = None
         if self._on_device is not None:
-            self._on_device.write(changes, self._shadow.note_changed)
-            if self._samples is not None:
-                self._samples.write(changes)
-            self._faults.append(changes.fault)
+            launches = Launches(self._shadow.device)
+        changes = decode_unproved(part, launches=launches)
+        np.add.at(self._num_entries, changes.numbers, changes.counts)
+        if self._on_device is None or launches is None:
+            for each in changes:
+                self._write_on_host(each)
             return
-        for each in changes:
-            self._write_on_host(each)
+        self._on_device.write(changes, self._shadow.note_changed, launches)
+        if self._samples is not None:
+            self._samples.write(changes, launches)
+        launches.run()
+        self._faults.append(changes.fault)
 
     def _write_on_host(self, changes: Changes) -> None:
         number, bits = changes.number, changes.bits

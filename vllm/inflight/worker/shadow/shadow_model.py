@@ -526,7 +526,10 @@ class ShadowModel:
     def reset(self) -> None:
         """Leave a load that did not end, so that the next one starts clean."""
         assert self.module is not None
-        layerwise_reload.leave(self.module)
+        # No walk over all layers: where parameters are shadow parameters, a load puts
+        # the quantised layers alone aside.
+        for part in parameters.reloaded(self.module):
+            layerwise_reload.leave(part)
 
     def _drop_added(self) -> None:
         """Remove parameters that a loader added in a rejected update.
