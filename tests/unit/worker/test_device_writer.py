@@ -183,6 +183,7 @@ def compile_kernels() -> None:
 
 def staged() -> None:
     """A chain of deltas, written by the kernels into shadow weights of the host."""
+
     class OnDevice(DeltaWriter):
         def begin(self):
             super().begin()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -119,10 +120,10 @@ def decode_rows(
 
     if data.data_ptr() % 8:
         data = data.clone()
-    found: list[torch.Tensor] = []
+    common: list[Any] = [data, places, bits]
 
     def begin(fault: torch.Tensor) -> None:
-        found.append(fault)
+        common.append(fault)
         keep(fault)
 
     launches.add(np.array([kernels.NO_FAULT], dtype=np.int64), begin)
@@ -135,15 +136,16 @@ def decode_rows(
             def of_gaps(
                 on_device: torch.Tensor, owners: torch.Tensor, width: int = width
             ) -> None:
-                arguments = data, places, bits, *found, width
-                kernels.decode_gaps(on_device, owners, *arguments, CHUNK_CODES)
+                kernels.decode_gaps(
+                    on_device, owners, *common, width=width, num_codes=CHUNK_CODES
+                )
 
             chunks = -(-rows["num_codes"][gaps].astype(np.int64) // CHUNK_CODES)
             launches.add_programs(table[gaps], 12, chunks, of_gaps)
         if (others := own & ~is_gaps).any():
 
             def of_others(on_device: torch.Tensor, width: int = width) -> None:
-                kernels.decode_others(on_device, data, places, bits, *found, width)
+                kernels.decode_others(on_device, *common, width=width)
 
             # One program for each block: they are few, or small.
             launches.add(table[others], of_others)
@@ -156,9 +158,14 @@ def require_none(faults: Sequence[torch.Tensor]) -> None:
         faults: of each part, what `decode_rows` has kept.
 
     """
+    require_no_fault(torch.cat(list(faults)).tolist())
+
+
+def require_no_fault(numbers: Iterable[int]) -> None:
+    """The same, of what was read from the GPU."""
     from vllm.inflight.delta.triton_kernels import fault_of
 
-    for found in map(fault_of, torch.cat(list(faults)).tolist()):
+    for found in map(fault_of, numbers):
         reference.demand(found is None, *(found or (0, "")))
 
 

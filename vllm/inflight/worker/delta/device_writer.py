@@ -15,11 +15,17 @@ from vllm.inflight.delta.decode import (
     decode_unproved,
     require_sound,
 )
-from vllm.inflight.delta.device_decode import Launches, Table, launch_table
+from vllm.inflight.delta.device_decode import (
+    Launches,
+    Table,
+    launch_table,
+    require_no_fault,
+)
 from vllm.inflight.worker.delta.changed_samples import ChangedSamples
 from vllm.inflight.worker.delta.destinations import Destinations, follow
 from vllm.inflight.worker.delta.targets import Targets
 from vllm.inflight.worker.replay_plan import Copied, Entry
+from vllm.inflight.worker.shadow.change_log import SUMS as LOG_SUMS
 from vllm.inflight.worker.shadow.change_log import ChangeLog
 from vllm.inflight.worker.shadow.changed_elements import ChangedElements, Stretch
 from vllm.inflight.worker.verify.drift import Sampler
@@ -160,11 +166,29 @@ class DeviceWriter:
             held += [places, bits]
         return held
 
-    def results(self) -> Table:
-        """For each tensor: both halves of what its digest changes by, elements that
-        become NaN or Inf, and elements written; int64 [tensors, SUMS]."""
-        found: Table = self._sums.cpu().numpy()
-        return found
+    def results(self, faults: Sequence[torch.Tensor] = ()) -> Table:
+        """What the proof of the delta needs; the host waits once.
+
+        Args:
+            faults: of each part, `DecodedPart.fault`.
+
+        Returns:
+            for each tensor both halves of what its digest changes by, elements that
+            become NaN or Inf, and elements written; int64 [tensors, SUMS].
+
+        Raises:
+            Malformed: the data of a part is malformed.
+
+        """
+        log = self._shadow if isinstance(self._shadow, ChangeLog) else None
+        of_log = [] if log is None else [log.sums_on_device()]
+        read = torch.cat([*faults, *of_log, self._sums.view(-1)]).cpu().numpy()
+        require_no_fault(read[: len(faults)].tolist())
+        found: Table = read[len(faults) :]
+        if log is not None:
+            log.know(found[:LOG_SUMS].tolist())
+            found = found[LOG_SUMS:]
+        return found.reshape(self._sums.shape)
 
 
 def _addresses(params: Params, names: Sequence[str]) -> list[int]:

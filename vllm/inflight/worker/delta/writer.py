@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from vllm.inflight import ops
 from vllm.inflight.delta import Changes, Part
-from vllm.inflight.delta.decode import decode_unproved, require_sound
+from vllm.inflight.delta.decode import Numbers, decode_unproved
 from vllm.inflight.delta.device_decode import Launches
 from vllm.inflight.delta.part import bring_tables
 from vllm.inflight.delta.parts import ArrivingParts, Pair
@@ -112,7 +112,9 @@ class DeltaWriter:
         self._samples: ChangedSamples | None = None
         """Those of the version that the delta leads to; None if they are not known."""
         self._on_device: DeviceWriter | None = None
-        self._faults: list[torch.Tensor | None] = []
+        self._results: Numbers | None = None
+        """Of the parts that are proved; see `DeviceWriter.results`."""
+        self._faults: list[torch.Tensor] = []
         """Of parts that were decoded on the GPU, whose data may be malformed."""
 
     def begin(self) -> None:
@@ -168,7 +170,8 @@ class DeltaWriter:
         On a GPU this waits for the parts so far, so it is asked once for each chunk.
         """
         faults, self._faults = self._faults, []
-        require_sound(faults)
+        if faults and self._on_device is not None:
+            self._results = self._on_device.results(faults)
 
     def problems(self) -> list[Problem]:
         """What is wrong with the tensors as they are now.
@@ -182,8 +185,7 @@ class DeltaWriter:
         self.require_sound()
         if self._log is not None:
             self._log.require_room()
-        if self._on_device is not None:
-            results = self._on_device.results()
+        if (results := self._results) is not None:
             self._sums = results[:, :2].view(np.uint64)
             self._num_bad, self._num_written = results[:, 2], results[:, 3]
         digests = self._served_digests + self._sums  # modulo 2**64
@@ -361,6 +363,7 @@ class DeltaWriter:
         if self._samples is not None:
             self._samples.write(changes, launches)
         launches.run()
+        assert changes.fault is not None
         self._faults.append(changes.fault)
 
     def _write_on_host(self, changes: Changes) -> None:

@@ -334,7 +334,7 @@ class StagingThread(Background):
         # Told that we have it, a trainer may write over memory that we share with it.
         self._stager.drain()
         self._intake.require_taken()
-        parameters = tally(self._intake.coverage.fills)
+        parameters = self._intake.coverage.tally()
         self._status = replace(self._status, parameters=parameters)
 
     def _call_extension(self, command: messages.CallExtension) -> None:
