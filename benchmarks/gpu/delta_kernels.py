@@ -141,9 +141,7 @@ def measure(gib: float, share: float) -> dict[str, Any]:
             launches.run()
 
     found["write into the shadow weights"] = timed(lambda: write(shadow))
-    found["copy logged elements"] = timed(
-        lambda: [copy_elements(each, live, shadow) for each in logs]
-    )
+    found["copy logged elements"] = timed(lambda: copy_elements(logs, live, shadow))
     logs.clear()
     shadow.clear()
     log = ChangeLog(device, int(gib * (1 << 30) * max(share * 4, 0.01)))

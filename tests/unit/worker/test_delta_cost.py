@@ -142,7 +142,9 @@ def counted(num: int, *, is_logged: bool) -> Counter[str]:
                 self._on_device = DeviceWriter(CPU, self._live, target, self._targets)
 
         patch.setattr(loader, "DeltaWriter", OnDevice)
-        patch.setattr(ChangedElements, "copy", copy_elements)
+        patch.setattr(
+            ChangedElements, "copy", lambda log, *of: copy_elements([log], *of)
+        )
         patch.setattr(drift, "AT_ONCE", drift.AT_ONCE_ON_GPU)
         old = version(2, num)
         for seed in range(3):

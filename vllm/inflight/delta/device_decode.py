@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -120,10 +119,10 @@ def decode_rows(
 
     if data.data_ptr() % 8:
         data = data.clone()
-    common: list[Any] = [data, places, bits]
+    found: list[torch.Tensor] = []
 
     def begin(fault: torch.Tensor) -> None:
-        common.append(fault)
+        found.append(fault)
         keep(fault)
 
     launches.add(np.array([kernels.NO_FAULT], dtype=np.int64), begin)
@@ -136,16 +135,17 @@ def decode_rows(
             def of_gaps(
                 on_device: torch.Tensor, owners: torch.Tensor, width: int = width
             ) -> None:
-                kernels.decode_gaps(
-                    on_device, owners, *common, width=width, num_codes=CHUNK_CODES
-                )
+                (fault,) = found
+                arguments = data, places, bits, fault, width
+                kernels.decode_gaps(on_device, owners, *arguments, CHUNK_CODES)
 
             chunks = -(-rows["num_codes"][gaps].astype(np.int64) // CHUNK_CODES)
             launches.add_programs(table[gaps], 12, chunks, of_gaps)
         if (others := own & ~is_gaps).any():
 
             def of_others(on_device: torch.Tensor, width: int = width) -> None:
-                kernels.decode_others(on_device, *common, width=width)
+                (fault,) = found
+                kernels.decode_others(on_device, data, places, bits, fault, width)
 
             # One program for each block: they are few, or small.
             launches.add(table[others], of_others)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -18,7 +19,6 @@ from vllm.inflight.delta.decode import (
 from vllm.inflight.delta.device_decode import (
     Launches,
     Table,
-    launch_table,
     require_no_fault,
 )
 from vllm.inflight.worker.delta.changed_samples import ChangedSamples
@@ -241,8 +241,7 @@ def warm(
         ChangedSamples(sampler.samples(), names, sizes).write(changes, launches)
         launches.run()
         require_sound([changes.fault])
-        for each in logs:
-            copy_elements(each, live, shadow)
+        copy_elements(logs, live, shadow)
         writer.results()
 
 
@@ -258,20 +257,38 @@ def own_place(number: int, tensor: torch.Tensor) -> Destinations:
     return places
 
 
-def copy_elements(changed: ChangedElements, live: Params, shadow: Params) -> None:
-    """Copy logged elements from live to shadow parameters, on their GPU."""
+def copy_elements(logs: Sequence[ChangedElements], live: Params, shadow: Params) -> int:
+    """Copy logged elements from live to shadow parameters, on their GPU.
+
+    Args:
+        logs: each has a launch of its own for each width of elements, so that kernels
+            of decoding come in between.
+        live: the served parameters.
+        shadow: the shadow parameters.
+
+    Returns:
+        the bytes of these elements, in all ranks' parts.
+
+    """
     from vllm.inflight.worker.delta import triton_kernels as kernels
 
-    if not changed.stretches:
-        return
-    params, *numbers = zip(*changed.stretches, strict=True)
+    stretches = [stretch for log in logs for stretch in log.stretches]
+    if not stretches:
+        return 0
+    params, *numbers = zip(*stretches, strict=True)
     at = {p: (live[p].data_ptr(), shadow[p].data_ptr()) for p in set(params)}
     firsts, ends, widths = (np.array(each, dtype=np.int64) for each in numbers)
-    log, device = changed.offsets.data_ptr(), changed.offsets.device
+    nums = [len(log.stretches) for log in logs]
+    offsets = np.repeat([log.offsets.data_ptr() for log in logs], nums)
     rows = np.zeros((len(params), kernels.COPY_COLUMNS), dtype=np.int64)
-    rows[:, 0], rows[:, 3] = log + 4 * firsts, ends - firsts
+    rows[:, 0], rows[:, 3] = offsets + 4 * firsts, ends - firsts
     rows[:, 1:3] = [at[param] for param in params]
-    for width in np.unique(widths).tolist():
-        own = widths == width
-        num_programs = -(-rows[own, 3] // kernels.BLOCK)
-        kernels.copy(*launch_table(rows[own], 4, num_programs, device), width)
+    of_log = np.repeat(np.arange(len(logs)), nums)
+    launches = Launches(logs[0].offsets.device)
+    for number in range(len(logs)):
+        for width in np.unique(widths[of_log == number]).tolist():
+            own = rows[(of_log == number) & (widths == width)]
+            launch = functools.partial(kernels.copy, width=width)
+            launches.add_programs(own, 4, -(-own[:, 3] // kernels.BLOCK), launch)
+    launches.run()
+    return int(((ends - firsts) * widths).sum())

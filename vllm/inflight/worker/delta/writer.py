@@ -429,9 +429,11 @@ def bring_up(
     with torch.no_grad():
         copy_unsent(shadow, set(), between)
         num_bytes = 0
+        if logs and logs[0].offsets.is_cuda:
+            between(copy_elements(logs, live, new))
+            logs = []
         for log in logs:
-            copy = copy_elements if log.offsets.is_cuda else ChangedElements.copy
-            copy(log, live, new)
+            log.copy(live, new)
             num_bytes += log.num_bytes
             between(num_bytes)
     shadow.changed.clear()

@@ -317,8 +317,10 @@ class ShadowModel:
     @property
     def nbytes(self) -> int:
         """Bytes of all parameters of one model."""
-        if self.module is None:
-            return 0
+        return 0 if self.module is None else self._num_bytes
+
+    @functools.cached_property
+    def _num_bytes(self) -> int:
         return sum(
             shape.numel() * getattr(torch, self.dtypes[name]).itemsize
             for name, shape in self.required.items()
