@@ -11,7 +11,8 @@ from tests.support.shadow_on_host import shows, version
 from tests.support.triton_compiler import compile_for_gpu, succeeds
 from tests.unit.worker.test_delta_writer import delta, samples_of, started, stepped
 from vllm.inflight import ops
-from vllm.inflight.delta import Encoder, decode
+from vllm.inflight.delta import Encoder
+from vllm.inflight.delta.decode import decode_unproved, require_sound
 from vllm.inflight.delta.device_decode import Launches
 from vllm.inflight.errors import Malformed
 from vllm.inflight.worker.delta.destinations import Destinations
@@ -86,7 +87,6 @@ def check() -> None:
         parts += encoder.add(number, old[name], new[name])
     (part,) = [*parts, *encoder.finish()]
     part.check([t.numel() for t in old.values()], [t.itemsize for t in old.values()])
-    changes = decode(part)
     places = [
         entry(old[name], copied(old[name], param, part_of, view))
         for name, (param, part_of, view) in views.items()
@@ -103,8 +103,10 @@ def check() -> None:
         logs.append(log)
 
     launches = Launches(CPU)
+    changes = decode_unproved(part, launches=launches)
     writer.write(changes, note, launches)
     launches.run()
+    require_sound([changes.fault])
     (log,) = logs
     expected = {name: param.clone() for name, param in live.items()}
     of_view = {
@@ -134,7 +136,7 @@ def check() -> None:
         now = new[name][HERE.get(name, ...)]
         is_bad = ~now.float().isfinite() & differ
         assert bad == int(is_bad.sum()), (name, bad)
-    check_logged(changes, places, live, expected, writer.results().tolist())
+    check_logged(part, places, live, expected, writer.results().tolist())
     # After a flip the other set is brought up by the log.
     some = {"qkv", "norm"}
     logs = [log.without(some), log.without(log.params - some)]
@@ -144,14 +146,17 @@ def check() -> None:
         assert torch.equal(elements(live[name], bits), elements(param, bits)), name
 
 
-def check_logged(changes, places, live, expected, results) -> None:
+def check_logged(part, places, live, expected, results) -> None:
     """With delta staging the same goes into a log, and nothing is written yet."""
     before = {name: param.clone() for name, param in live.items()}
     log = ChangeLog(CPU, 1 << 20)
     writer = DeviceWriter(CPU, live, log, Targets.of(places))
     launches = Launches(CPU)
+    # Where a tensor is cut, the places are needed before: they are decoded here then.
+    changes = decode_unproved(part, launches=launches)
     writer.write(changes, None, launches)
     launches.run()
+    require_sound([changes.fault])
     assert writer.results().tolist() == results
     # No room is taken by what other ranks serve.
     assert log.num_elements == sum(num for *_, num in results)
