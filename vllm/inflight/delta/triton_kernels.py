@@ -761,7 +761,7 @@ def decode_gaps(
     """Decode all chunks of blocks of one width, in one launch.
 
     Args:
-        rows: int64 [blocks, COLUMNS] on the GPU; device_decode.py fills it.
+        rows: int64 [blocks, COLUMNS] on the GPU, or flat; device_decode.py fills it.
         owners: the row of each chunk; int32.
         data: data of the part, at an address that is a multiple of 8.
         places: gets the places.
@@ -798,7 +798,7 @@ def decode_others(
         width: bytes of an element.
 
     """
-    _decode_others[(len(rows),)](
+    _decode_others[(rows.numel() // COLUMNS,)](
         *(rows, data, places, bits, fault),
         INTEGER=INTEGERS[width],
         LANES=ENTRIES_PER_STEP,
