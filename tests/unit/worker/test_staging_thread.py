@@ -1,6 +1,7 @@
 """A staging thread that dies has told so before: nobody waits for it in vain."""
 
 import math
+import queue
 import random
 import string
 import sys
@@ -24,6 +25,7 @@ from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.staging.thread import StagingThread
 from vllm.inflight.worker.staging.worker import StagingWorker
 from vllm.inflight.worker.status_board import StatusBoard
+from vllm.inflight.worker.verify import drift
 from vllm.inflight.worker.verify.start_checkpoint import StartCheckpoint
 from vllm.inflight.yielding import with_breaks
 
@@ -116,7 +118,8 @@ def test_kernels_of_copies_are_loaded_before_anything_is_decoded(
     """Into what is served, from that and from what the start checkpoint holds."""
     seen: list[Any] = []
     monkeypatch.setattr(replay_plan, "warm", lambda *args: seen.append(args))
-    monkeypatch.setattr(device_writer, "warm", lambda *args, **options: None)
+    for other in (device_writer, drift):
+        monkeypatch.setattr(other, "warm", lambda *args, **options: None)
     gpu = torch.device("cuda")
     monkeypatch.setattr(stager.worker, "device", gpu)
     stager.shadow.module = torch.nn.Linear(2, 2, device="meta")
@@ -173,6 +176,26 @@ def test_a_job_works_beside_decoding_until_its_order_is_carried_out(
     until(lambda: bool(seen), "it did nothing")
     assert seen[0] < usual
     until(lambda: sys.getswitchinterval() == usual, "it never ends")
+
+
+def test_a_job_that_expects_a_command_gets_the_interpreter_soon(
+    stager: StagingWorker, board: StatusBoard
+) -> None:
+    usual, seen = sys.getswitchinterval(), list[float]()
+
+    class Commands:
+        """None comes, until the update is aborted."""
+
+        def get(self, timeout: float) -> messages.Command:
+            seen.append(sys.getswitchinterval())
+            if len(seen) == 3:
+                board.cancel(1)
+            raise queue.Empty
+
+    job = StagingThread(stager, board, 1, predecessor=None)
+    job._commands = Commands()  # type: ignore[assignment]
+    job.run()
+    assert seen[0] < usual == seen[1] == seen[2] == sys.getswitchinterval()
 
 
 def of_no_use() -> object:
