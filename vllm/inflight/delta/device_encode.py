@@ -286,7 +286,7 @@ class DeviceSearch:
         )
         # The programs of each block end here.
         self._ends = before(num_programs)[self._owner] + last
-        self._found = found = kernels.Found.room(len(self._owners), self._device)
+        self._found = found = kernels.Differing.room(len(self._owners), self._device)
         for width in self._widths:
             kernels.count(
                 self._rows, self._owners, found, width, is_aligned=self._is_aligned

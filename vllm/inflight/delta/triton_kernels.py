@@ -607,7 +607,7 @@ def _decode_others(
     tl.atomic_min(fault, index * 8 + found, mask=found != 7)
 
 
-class Found(NamedTuple):
+class Differing(NamedTuple):
     """What `count` finds, for each of its programs.
 
     A program compares `BYTES_PER_PROGRAM`, in lanes of 8 bytes or of an element. It
@@ -623,7 +623,7 @@ class Found(NamedTuple):
     """Their numbers; int16 [programs, LANES_NOTED]."""
 
     @classmethod
-    def room(cls, num_programs: int, device: torch.device) -> Found:
+    def room(cls, num_programs: int, device: torch.device) -> Differing:
         """Memory for so many programs."""
         shapes = (num_programs,), (num_programs,), (num_programs, LANES_NOTED)
         dtypes = torch.int32, torch.int32, torch.int16
@@ -650,7 +650,7 @@ def _options(width: int, *, is_aligned: bool) -> dict[str, Any]:
 def count(
     rows: torch.Tensor,
     owners: torch.Tensor,
-    found: Found,
+    found: Differing,
     width: int,
     *,
     is_aligned: bool,
@@ -673,7 +673,7 @@ def count(
 def compact(
     rows: torch.Tensor,
     owners: torch.Tensor,
-    found: Found,
+    found: Differing,
     firsts: torch.Tensor,
     programs: tuple[int, int],
     entries: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
