@@ -12,7 +12,14 @@ from tests.e2e.test_adopted_recordings import areal, pipelinerl, prime_rl, skyrl
 from tests.e2e.test_adoption import labels_across, served, tensors_of
 from tests.e2e.test_out_of_band_writes import model_of
 from tests.e2e.test_sleep import says
-from tests.support.engines.bare_core import Streams, add, call, prompt, publish
+from tests.support.engines.bare_core import (
+    Streams,
+    add,
+    call,
+    num_sampled,
+    prompt,
+    publish,
+)
 from tests.support.engines.core_door import Door
 from tests.support.frameworks.core import beside_steps, extended_core
 from tests.support.frameworks.recorded import AReaL, PipelineRL, PrimeRL, SkyRL
@@ -23,6 +30,7 @@ pytestmark = pytest.mark.engine
 HAS_GPU = torch.cuda.is_available()
 NUM_TOKENS = 1900 if HAS_GPU else 900
 """Of a request that has to outlive an update; a GPU takes a millisecond for each."""
+SCHEDULING = ["async"] if HAS_GPU else ["sync", "async"]
 
 
 class Extension(PrimeRL, SkyRL, AReaL, PipelineRL):
@@ -34,9 +42,12 @@ class Extension(PrimeRL, SkyRL, AReaL, PipelineRL):
         notes()
 
 
-@pytest.fixture(scope="module")
-def booted(folders: dict[str, Path]) -> Iterator[EngineCore]:
+@pytest.fixture(scope="module", params=SCHEDULING)
+def booted(
+    folders: dict[str, Path], request: pytest.FixtureRequest
+) -> Iterator[EngineCore]:
     flags: dict[str, Any] = {
+        "is_async": request.param == "async",
         "additional_config": {"inflight": {"pauses": "absorb"}},
         "max_model_len": 2048 if HAS_GPU else 1024,
         "enforce_eager": not HAS_GPU,
@@ -95,27 +106,28 @@ def test_a_worker_call_that_is_not_adopted_stops_every_step_meanwhile(
     seen: list[tuple[int, bool]] = []
 
     def note() -> None:
-        seen.append((len(streams.tokens["runs"]), core.is_scheduler_paused()))
+        seen.append((num_sampled(core, "runs"), core.is_scheduler_paused()))
 
     def write() -> None:
         in_turn(core, "pause", mode="in_place")
         core.collective_rpc("tests_load", args=(norms(folders["new"]), note))
-        streams_stand_still(core, streams)
+        stands_still(core)
         in_turn(core, "resume")
 
     beside_steps(streams, write)
     assert seen[0] == seen[1] and seen[0][1] is True
     labels = streams.run(2000).stamps["runs"]
+    assert len(labels) == NUM_TOKENS, "a token of the step in flight was lost"
     assert labels[: seen[0][0]] == ["old"] * seen[0][0]
     assert set(labels[seen[0][0] :]) == {served(core)[0]}
 
 
-def streams_stand_still(core: EngineCore, streams: Streams) -> None:
-    """Fails if a token comes in the next rounds of the stepping thread."""
-    before = len(streams.tokens["runs"])
+def stands_still(core: EngineCore) -> None:
+    """Fails if a token is sampled in the next rounds of the stepping thread."""
+    before = num_sampled(core, "runs")
     for _ in range(20):
         assert in_turn(core, "paused")["absorbed"] is False
-    assert len(streams.tokens["runs"]) == before
+    assert num_sampled(core, "runs") == before
 
 
 def test_code_beside_the_engine_loads_while_no_step_runs(
@@ -131,8 +143,8 @@ def test_code_beside_the_engine_loads_while_no_step_runs(
         counts = []
         for pair in pairs:
             model_of(core).load_weights([pair])
-            counts.append(len(streams.tokens["runs"]))
-        streams_stand_still(core, streams)
+            counts.append(num_sampled(core, "runs"))
+        stands_still(core)
         in_turn(core, "resume")
         return counts
 
@@ -140,6 +152,7 @@ def test_code_beside_the_engine_loads_while_no_step_runs(
     assert len(set(counts)) == 1, "a step ran between two tensors"
     assert enforced(core)[Need.LOAD] == before + 1
     labels = streams.run(2000).stamps["runs"]
+    assert len(labels) == NUM_TOKENS, "a token of the step in flight was lost"
     assert set(labels[: counts[0]]) == {"old"}
     assert set(labels[counts[0] :]) == {served(core)[0]} != {"old"}
 

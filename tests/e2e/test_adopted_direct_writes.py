@@ -1,46 +1,70 @@
 """An adopted method that writes into parameters by itself: a version, or an error.
 
-As in test_out_of_band_writes.py, the packing of vLLM's CPU build is off.
+As in test_out_of_band_writes.py, the packing of vLLM's CPU build is off. There a layer
+has no memory during a load until it is complete. As on a GPU, every parameter has.
 """
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from vllm import _custom_ops
 from vllm.v1.engine.core import EngineCore
 
 from tests.e2e.test_adoption import served, tensors_of
 from tests.e2e.test_sleep import says
 from tests.e2e.test_upstream_reloads import parameters
 from tests.support.engines.bare_core import call, publish
+from tests.support.engines.mirrored import mirrored
 from tests.support.engines.script import run_script
+from tests.support.engines.unpacked import unpacked
 from tests.support.frameworks import direct
 from tests.support.frameworks.core import extended_core
-from tests.support.frameworks.direct import FAILING, HOSTILE, NORM, TENSORS, WHOLE
+from tests.support.frameworks.direct import (
+    FAILING,
+    HOSTILE,
+    NORM,
+    OTHER,
+    READS_OTHER,
+    TENSORS,
+    WHOLE,
+)
 from vllm.inflight.errors import InflightError
 from vllm.inflight.frameworks import table
+from vllm.inflight.worker.shadow.parameters import is_mirrored
+from vllm.inflight.worker.worker_state import WorkerState
 
 pytestmark = pytest.mark.engine
 
 EXTENSION = "tests.support.frameworks.direct.Direct"
 
+BUILDS: dict[str, Callable[[], AbstractContextManager[None]]] = (
+    {"GPU": nullcontext}
+    if torch.cuda.is_available()
+    else {"CPU": unpacked, "as on a GPU": mirrored}
+)
+"""How engines are started."""
 
-@pytest.fixture(scope="module")
-def booted(folders: dict[str, Path]) -> Iterator[EngineCore]:
+
+@pytest.fixture(scope="module", params=BUILDS)
+def build(request: pytest.FixtureRequest) -> Iterator[None]:
     rows = (*direct.ROWS, *table.BUILT_IN)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_custom_ops, "_supports_onednn", False)
+    with BUILDS[request.param](), pytest.MonkeyPatch.context() as patch:
         patch.setattr(table, "BUILT_IN", rows)
         table.known_calls.cache_clear()
-        with extended_core(folders["old"], EXTENSION) as core:
-            yield core
+        yield
     table.known_calls.cache_clear()
     gc.collect()
+
+
+@pytest.fixture(scope="module")
+def booted(build: None, folders: dict[str, Path]) -> Iterator[EngineCore]:
+    with extended_core(folders["old"], EXTENSION) as core:
+        yield core
 
 
 @pytest.fixture
@@ -99,6 +123,25 @@ def test_what_is_not_each_element_once_is_rejected_by_name_and_changes_nothing(
     assert call(core, "status")["active"] is None
     assert write(core, "copies") == ["copies"]
     assert (parameters(core), says(core, "then")) == expected
+
+
+def test_what_a_method_has_written_may_be_read_where_it_is_in_place(
+    core: EngineCore, expected: Any
+) -> None:
+    """A layer of the CPU build has its content when its load is complete."""
+    way = "another's new content"
+    before = served(core), parameters(core)
+    worker = core.model_executor.driver_worker.worker
+    stager: Any = WorkerState.of(worker).require_stager()
+    if not is_mirrored(stager.shadow.module):
+        with pytest.raises(InflightError, match=READS_OTHER):
+            write(core, way)
+        assert (served(core), parameters(core)) == before
+        return
+    assert write(core, way) == [way]
+    params = dict(worker.model_runner.model.named_parameters())
+    wanted = TENSORS["kernel"] | {NORM: TENSORS["kernel"][OTHER]}
+    assert all(torch.equal(params[name], wanted[name]) for name in wanted)
 
 
 @pytest.mark.parametrize("way", FAILING)

@@ -68,12 +68,21 @@ def tokens(choices: list[Any]) -> list[list[int]]:
 
 
 def pause(llm: Any, mode: str) -> Callable[[], None]:
-    """A pause of three steps in which nothing may come."""
+    """A pause of three steps in which no token may be sampled.
+
+    The requests put out all they have at their end, so their outputs cannot show it.
+    """
+    requests = llm.llm_engine.engine_core.engine_core.scheduler.requests
+
+    def counts() -> dict[str, int]:
+        return {name: request.num_output_tokens for name, request in requests.items()}
 
     def paused() -> None:
         reply = llm.pause_generation(mode=mode, flush_cache=False)
         assert reply["num_running"] + reply["num_waiting"] >= 2
+        before = counts()
         assert all(llm.llm_engine.step() == [] for _ in range(3))
+        assert counts() == before and any(before.values())
         llm.continue_generation()
 
     return paused

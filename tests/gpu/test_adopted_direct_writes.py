@@ -11,6 +11,7 @@ import torch
 
 from tests.e2e.test_adopted_direct_writes import (  # noqa: F401 (tests, run on a GPU)
     booted,
+    build,
     check_two_ranks,
     expected,
     test_a_method_that_writes_every_parameter_itself_brings_a_version,
@@ -20,6 +21,7 @@ from tests.e2e.test_adopted_direct_writes import (  # noqa: F401 (tests, run on 
     test_no_delta_starts_from_a_version_that_a_method_has_written,
     test_parts_of_a_version_are_written_in_several_calls,
     test_the_digest_is_of_what_is_served,
+    test_what_a_method_has_written_may_be_read_where_it_is_in_place,
     test_what_is_not_each_element_once_is_rejected_by_name_and_changes_nothing,
 )
 

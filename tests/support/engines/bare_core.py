@@ -57,6 +57,15 @@ def add(core: EngineCore, name: str, prompt: list[int], **params: Any) -> None:
     core.add_request(*core.preprocess_add_request(request(name, prompt, **params)))
 
 
+def num_sampled(core: EngineCore, name: str) -> int:
+    """Tokens of a request that runs.
+
+    Some may not have come out yet: a pause finishes the steps in flight, and their
+    tokens come out of the next step.
+    """
+    return int(core.scheduler.requests[name].num_output_tokens)
+
+
 class Streams:
     """What came out of a core: tokens with the stamp of their step."""
 

@@ -18,12 +18,20 @@ from tests.support.engines.script import OPTIONS
 
 
 @contextmanager
-def extended_core(folder: Path, extension: str, **options: Any) -> Iterator[EngineCore]:
-    """An engine core of this process, with `extension` in its worker."""
+def extended_core(
+    folder: Path, extension: str, *, is_async: bool = False, **options: Any
+) -> Iterator[EngineCore]:
+    """An engine core of this process, with `extension` in its worker.
+
+    With `is_async` a step is in flight between two steps of the CPU build too, as on a
+    GPU.
+    """
     options = OPTIONS | {"max_num_seqs": 4} | options
     config = EngineArgs(
         str(folder), worker_extension_cls=extension, **options
     ).create_engine_config()
+    if is_async:  # the CPU platform turns it off
+        config.scheduler_config.async_scheduling = True
     core = EngineCore(config, Executor.get_class(config), log_stats=False)
     worker = type(core.model_executor.driver_worker.worker)
     added = resolve_obj_by_qualname(extension)

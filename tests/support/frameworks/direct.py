@@ -22,6 +22,10 @@ TENSORS: dict[str, Tensors] = {}
 """`kernel` and `checkpoint`: the tensors of both formats."""
 
 NORM, HEAD = "model.norm.weight", "lm_head.weight"
+OTHER = "model.layers.0.input_layernorm.weight"
+"""A parameter of the same form as `NORM`."""
+READS_OTHER = f"reads {OTHER}"
+ATTENTION_OUT = "model.layers.0.self_attn.o_proj.weight"
 GATE_UP = "model.layers.0.mlp.gate_up_proj.weight"
 
 
@@ -153,6 +157,15 @@ def one_before_load_weights(model: Any, kernel: Tensors, checkpoint: Tensors) ->
     model.load_weights([pair for pair in checkpoint.items() if pair[0] != NORM])
 
 
+def reads_before_scales(model: Any, kernel: Tensors, checkpoint: Tensors) -> None:
+    """A quantised layer has all of its weights, and is processed with its scales."""
+    params = dict(model.named_parameters())
+    scales = {n: t for n, t in checkpoint.items() if n.endswith("_scale")}
+    model.load_weights(list(_all_but(checkpoint, *scales).items()))
+    params[ATTENTION_OUT].clone()
+    model.load_weights(list(scales.items()))
+
+
 STACKED = [
     ("q_proj", "qkv_proj", "q"),
     ("k_proj", "qkv_proj", "k"),
@@ -210,6 +223,29 @@ def _after(act: Callable[[Any, torch.nn.Parameter, torch.Tensor], object]) -> An
     return write
 
 
+def _from_another(before: list[slice], after: list[slice]) -> Callable[..., None]:
+    """Write one parameter from another, of which some parts are written before."""
+
+    def write(model: Any, kernel: Tensors, checkpoint: Tensors) -> None:
+        params = dict(model.named_parameters())
+        for part in before:
+            params[OTHER].data[part].copy_(kernel[OTHER][part])
+        params[NORM].copy_(params[OTHER])
+        for part in after:
+            params[OTHER].data[part].copy_(kernel[OTHER][part])
+        copies(model, _all_but(kernel, NORM, OTHER), checkpoint)
+
+    return write
+
+
+def _from_a_kept_one(model: Any, kernel: Tensors, checkpoint: Tensors) -> None:
+    """Compute from a parameter that was looked up before the load of layers began."""
+    kept = dict(model.named_parameters())[OTHER]
+    model.load_weights([(HEAD, checkpoint[HEAD])])
+    model.load_weights([(NORM, kept * 1)])
+    model.load_weights(list(_all_but(checkpoint, HEAD, NORM).items()))
+
+
 def _past_torch(model: Any, param: torch.nn.Parameter, tensor: torch.Tensor) -> None:
     if param.is_cuda:  # nothing but a kernel of one's own could
         return _in_thread(model, param, tensor)
@@ -263,15 +299,16 @@ HOSTILE: dict[str, tuple[Callable[..., None], str]] = {
     "in a thread": (_then(_in_thread), NORM),
     "its own content": (_then(lambda m, p, t: p.copy_(p * 2)), NORM),
     "its own content, and a delta": (_then(lambda m, p, t: p.copy_(p + t)), NORM),
-    "another parameter's old content": (
-        _then(
-            lambda m, p, t: p.copy_(
-                dict(m.named_parameters())["model.layers.0.input_layernorm.weight"]
-            ),
-            name=NORM,
-        ),
-        "",
+    "another's old content": (_from_another([], [slice(None)]), READS_OTHER),
+    "another's half": (
+        _from_another([slice(0, 64)], [slice(64, None)]),
+        READS_OTHER,
     ),
+    "another's part, written twice": (
+        _from_another([slice(0, 96), slice(32, 96)], [slice(96, None)]),
+        READS_OTHER,
+    ),
+    "a kept one's old content": (_from_a_kept_one, READS_OTHER),
     "a delta in place": (_then(lambda m, p, t: p.data.add_(t)), NORM),
     "out": (_then(lambda m, p, t: torch.mul(t, 1, out=p.data)), NORM),
     "an index": (
@@ -333,6 +370,8 @@ WAYS: dict[str, Callable[..., None]] = (
     WHOLE
     | {way: act for way, (act, _) in HOSTILE.items()}
     | {f"fails: {way}": act for way, act in FAILING.items()}
+    | {"another's new content": _from_another([slice(None)], [])}
+    | {"reads before scales": reads_before_scales}
 )
 
 ROWS = [

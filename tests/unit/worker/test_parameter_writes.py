@@ -251,6 +251,7 @@ ACTS = st.one_of(
     st.tuples(st.just("fill"), PARTS),
     st.tuples(st.just("add"), PARTS),
     st.tuples(st.just("own"), PARTS),
+    st.tuples(st.just("from another"), PARTS),
     st.tuples(st.just("load"), st.sampled_from(sorted(version(0)))),
 )
 
@@ -258,6 +259,25 @@ ACTS = st.one_of(
 @settings(max_examples=150, deadline=None)
 @example(acts=[("own", (NORM, 0, 16))], is_whole=True, catches=False)
 @example(acts=[("add", (NORM, 0, 16))], is_whole=True, catches=True)
+@example(
+    acts=[("write", (EMBED, 0, 16)), ("from another", (QKV, 0, 8))],
+    is_whole=True,
+    catches=False,
+)
+@example(
+    acts=[("write", (EMBED, 4, 16)), ("from another", (QKV, 0, 8))],
+    is_whole=True,
+    catches=True,
+)
+@example(
+    acts=[
+        ("write", (EMBED, 0, 8)),
+        ("write", (EMBED, 4, 8)),
+        ("from another", (QKV, 0, 16)),
+    ],
+    is_whole=True,
+    catches=False,
+)
 @example(
     acts=[("fill", (QKV, 0, 8)), ("write", (QKV, 4, 16))], is_whole=True, catches=False
 )
@@ -291,6 +311,10 @@ def test_a_version_that_is_accepted_is_the_one_that_was_sent(
                 part.add_(source)
             elif kind == "own":
                 part.copy_(part * 2)
+            elif kind == "from another" and name == QKV:
+                part = part[: len(wanted[EMBED])]
+                part.copy_(params[EMBED][: len(part)])
+                expected[name][begin : begin + len(part)] = expected[EMBED][: len(part)]
 
         def method(model: Any) -> None:
             for kind, what in acts:

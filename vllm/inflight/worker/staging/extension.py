@@ -113,6 +113,8 @@ class Guard(TorchDispatchMode):
     def __init__(self, method: str, door: Door) -> None:
         super().__init__()
         self._method, self._door = method, door
+        # A load may give layers other memory, and the method may have kept the old one.
+        door.memory.note()
         known = (found() for found in upstream.GROUPS.values())
         groups = [g for g in known if g is not None and g.world_size > 1]
         self._decoding = [

@@ -62,10 +62,10 @@ class ParameterWrites:
 
     def may_be_read(self, name: str) -> bool:
         """Whether a parameter has the content that this update has written."""
-        if not self._are_in_place:
-            return False  # a layer has its content when its load is complete
+        # Such a layer has its content when its load is complete, which is later.
+        is_late = not self._are_in_place or name in self._shadow.quantised
         fill = self._coverage.fills.get(name)
-        return fill is not None and sum(fill.views.values()) >= fill.numel
+        return not is_late and fill is not None and not fill.missing
 
     def write(
         self,

@@ -110,7 +110,9 @@ class WeightMemory:
         self._places = None
 
     def note(self) -> None:
-        """Remember where the parameters are now."""
+        """Remember where the parameters are now, unless they have not moved."""
+        if self._places is not None:
+            return
         for model, tree in self._models.items():
             for name, _, _, param in parameters(tree):
                 self._known.setdefault(id(param), Known(name, model, param))
@@ -149,14 +151,12 @@ class WeightMemory:
         if not tensor.numel():
             return []
         if tensor.is_meta:
-            if self._places is None:
-                self.note()
+            self.note()
             known = self._hollow.get(tensor.untyped_storage()._cdata)
             return [] if known is None else [known]
         if not _is_in_memory(tensor):
             return []
-        if self._places is None:
-            self.note()
+        self.note()
         assert self._places is not None
         begin, end = _span(tensor)
         index = bisect.bisect_left(self._places, end, key=lambda p: p.begin) - 1
