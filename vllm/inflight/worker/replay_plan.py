@@ -249,6 +249,20 @@ class Plan:
         """Whether every entry has been checked since the entries changed."""
         return self._checked == self.number and self.num_proved == len(self)
 
+    def move_in(self, params: Mapping[str, torch.Tensor]) -> None:
+        """Replay from now on into these parameters, what was recorded without them.
+
+        Entries that a check has rejected may be recorded once more, by an update.
+        """
+        with self.lock:
+            self.is_replayed = True
+            self.number += 1
+            self._rejected.clear()
+            for name, entry in self._entries.items():
+                self._entries[name] = located(entry, params)
+            if self.num_proved == len(self):
+                self.note_checked()
+
     def reject(self, names: Iterable[str]) -> None:
         """Forget the entries of these tensors, and record none of them again."""
         with self.lock:
@@ -282,7 +296,7 @@ class Plan:
 
 
 def located(entry: Entry, params: Mapping[str, torch.Tensor]) -> Entry:
-    """The entry with its targets in these parameters."""
+    """The entry with its targets and its home in these parameters."""
 
     def target(param: str, view: View) -> torch.Tensor:
         held, (offset, shape, stride) = params[param].data, view
@@ -290,7 +304,9 @@ def located(entry: Entry, params: Mapping[str, torch.Tensor]) -> Entry:
 
     copies = [c._replace(target=target(c.param, c.view)) for c in entry.copies]
     zeros = [z._replace(target=target(z.param, z.view)) for z in entry.zeros]
-    return replace(entry, copies=copies, zeros=zeros)
+    found = replace(entry, copies=copies, zeros=zeros)
+    found.home = _home(found)
+    return found
 
 
 def overlapping(filled: Iterable[tuple[str, View]]) -> set[str]:
