@@ -3,7 +3,8 @@
 A model's loader takes a tensor by its name through mappings, shards and narrow views,
 in Python. In the end it copies slices of the tensor into slices of parameters. Shadow
 parameters stay where they are, so the slices are the same at every update. The loader's
-copies are recorded at one update, and repeated at later ones without the loader.
+copies are recorded when the engine starts (staging/destination_table.py), or else at
+one update, and repeated at later ones without the loader.
 
 Only certain operations are recorded: copies out of the very tensor that was given to
 the loader, and fills with zero. Every element has to be written once. Where a loader

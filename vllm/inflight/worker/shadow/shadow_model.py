@@ -450,7 +450,10 @@ class ShadowModel:
         check.run()
 
     def learn(self) -> None:
-        """Check the recorded loads that are not checked yet, with delta staging."""
+        """Check the recorded loads that are not checked yet, in memory of their own.
+
+        The parameters of the tree are on `meta`.
+        """
         assert self.module is not None
         device = self.device_to_learn_on()
         lend = functools.partial(parameters.lent_memory, self.module, device=device)
