@@ -44,6 +44,10 @@ def cases():
     for dtype in (torch.float32, torch.int64):
         old = random_bits(dtype, 60_000)
         yield old, with_changes(old, scattered(60_000, 0.03), most=40_000)
+    # Lanes that most programs cannot note, and the last one of a tensor not whole.
+    for dtype in (torch.int8, torch.int16, torch.float32):
+        old = random_bits(dtype, 40_001)
+        yield old, with_changes(old, scattered(40_001, 0.6), most=40)
     empty = torch.zeros(0)
     yield empty, empty
 
@@ -53,6 +57,14 @@ def coder_of(values, limit=delta.MAX_PART_BYTES):
     from vllm.inflight.delta.device_encode import DeviceCoder
 
     return DeviceCoder(limit, VALUES[values])
+
+
+def add_all(coder, pairs):
+    """Encode tensors, numbered from 0 on, all at once."""
+    from vllm.inflight.delta.device_encode import Compared, DeviceSearch
+
+    limit = coder._limit
+    return coder.add_found(0, DeviceSearch([Compared(0, 0, *p) for p in pairs], limit))
 
 
 def taken(coder, limit=delta.MAX_PART_BYTES):
@@ -68,12 +80,15 @@ def taken(coder, limit=delta.MAX_PART_BYTES):
 
 def device_decode(part):
     """(places, bits) of each block, as the device decodes them."""
-    from vllm.inflight.delta.device_decode import decode_rows, require_none
+    from vllm.inflight.delta.device_decode import Launches, decode_rows, require_none
 
     room = DecodedPart(part.rows, torch.device("cpu"))
     room.places.fill_(-1)
     buffers = room.places, room.bits
-    require_none([decode_rows(part.rows, part.data, room.slots, *buffers)])
+    launches, faults = Launches(torch.device("cpu")), []
+    decode_rows(part.rows, part.data, room.slots, *buffers, launches, faults.append)
+    launches.run()
+    require_none(faults)
     for block, (place, byte) in zip(part.blocks(), room.slots.tolist(), strict=True):
         own = room.bits[byte : byte + block.width * block.num_entries]
         yield (
@@ -98,7 +113,7 @@ def check() -> None:
     changed = [pair for pair in pairs if delta.changed(*pair)]
     # All tensors at once; those without a change get no number.
     coder = coder_of("auto")
-    flags, steps = coder.add_all(0, flat)
+    flags, steps = add_all(coder, flat)
     assert len(flags) == len(pairs) and sum(flags) == len(changed) < len(pairs)
     assert list(steps)
     assert_same(taken(coder), parts_of(changed))
@@ -122,9 +137,23 @@ def check() -> None:
                 seen, reference.decode_block(block, index, part.data), strict=True
             ):
                 assert torch.equal(one, other), block
+    check_unaligned()
     check_parts()
     check_faults()
     check_digests(pairs)
+
+
+def check_unaligned() -> None:
+    """Addresses that are no multiples of 16 give the same parts."""
+    pairs = []
+    for dtype, share in ((torch.int8, 0.01), (torch.int16, 0.3), (torch.float32, 0.02)):
+        whole = random_bits(dtype, 9_001)
+        old = whole[1:]
+        pairs.append((old, with_changes(old, scattered(9_000, share), most=40)))
+    assert any(old.data_ptr() % 16 for old, _ in pairs)
+    coder = coder_of("auto")
+    assert list(add_all(coder, [tuple(map(integers, pair)) for pair in pairs])[1])
+    assert_same(taken(coder), parts_of(pairs))
 
 
 def check_parts() -> None:
@@ -139,7 +168,7 @@ def check_parts() -> None:
     wanted = parts_of(pairs, max_part_bytes=limit)
     assert len(wanted) > 2
     coder = coder_of("auto", limit)
-    flags, steps = coder.add_all(0, [tuple(map(integers, pair)) for pair in pairs])
+    flags, steps = add_all(coder, [tuple(map(integers, pair)) for pair in pairs])
     assert all(flags) and len(list(steps)) > 2
     assert_same(taken(coder, limit), wanted)
 
@@ -214,20 +243,25 @@ def compile_kernels() -> None:
     part = {"data": "*u8", "places": long, "bits": "*u8", "fault": long}
     integer, lanes = ("INTEGER", codec.INTEGERS[2]), ("LANES", 1024)
     block, one = ("BLOCK", 256), {"num": "i32"}
-    search = [("WIDTH", 2), integer, ("ALIGNED", True), block]
+    found = {"num_lanes": "*i32", "lanes": "*i16"}
     measured = {"places": "*i32", "differences": long, "sums": long}
+    programs = {"num_programs": "i32"}
+    for width, is_aligned in ((1, True), (2, True), (2, False), (8, True)):
+        search = codec._options(width, is_aligned=is_aligned).items()
+        for kernel, arguments in (
+            (codec._count, rows | {"counts": "*i32"} | found),
+            (
+                codec._compact,
+                rows | found | {"firsts": long} | entries | {"first_program": "i32"},
+            ),
+        ):
+            compile_for_gpu(kernel, arguments, [*search])
     for kernel, arguments, constants in (
-        (codec._count, rows | {"counts": "*i32"}, search),
-        (
-            codec._compact,
-            rows | {"firsts": long} | entries | {"first_program": "i32"},
-            search,
-        ),
-        (codec._measure, rows | measured, [lanes]),
+        (codec._measure, rows | measured | programs, [lanes]),
         (
             codec._encode,
-            rows | entries | {"sums": long, "data": "*u8"},
-            [lanes, ("CODES", 1024)],
+            rows | entries | {"sums": long, "data": "*u8"} | programs,
+            [lanes, ("CODES", 1024), ("MOST_BYTES", 2)],
         ),
         (codec._decode_gaps, rows | part, [integer, ("CODES", 1024)]),
         (codec._decode_others, {"rows": long} | part, [integer, lanes, ("SHORT", 64)]),

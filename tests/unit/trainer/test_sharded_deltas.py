@@ -20,7 +20,12 @@ from vllm.inflight.trainer.deltas.shard_search import (
     ShardReport,
     ShardSearch,
 )
-from vllm.inflight.trainer.sources.shards import Box, OwnShard, own_shard
+from vllm.inflight.trainer.sources.shards import (
+    Box,
+    OwnShard,
+    own_shard,
+    shard_digests,
+)
 from vllm.inflight.update import TensorSpec
 
 ROOT = Path(__file__).parents[3]
@@ -111,8 +116,29 @@ def test_the_digest_of_a_shard_on_a_gpu_is_that_on_a_cpu(
     tensor = random_bits(dtype, 5 * 9).view(5, 9)
     box = Box((11, 20), (4, 6), (5, 9))
     shard = OwnShard("a", tensor, box)
-    assert shard.digest_by_changes() == shard.digest()
-    assert shard.digest() == ops.digest_slice(tensor, box.shape, box.offset)
+    wanted = ops.digest_slice(tensor, box.shape, box.offset)
+    assert shard.first_byte is None
+    assert shard.digest_by_changes() == shard_digests([shard])["a"] == wanted
+
+
+@pytest.mark.parametrize(
+    ("offset", "size", "first_byte"),
+    [
+        ((0, 0), (11, 20), 0),
+        ((4, 0), (5, 20), 160),
+        ((3, 0), (2, 20), 120),
+        ((4, 4), (1, 9), 168),
+        ((4, 0), (5, 10), None),  # no run
+        ((4, 3), (1, 9), None),  # the kernel reads words of 8 bytes
+    ],
+)
+def test_a_run_of_elements_begins_at_a_byte_of_its_tensor(
+    offset: tuple[int, ...], size: tuple[int, ...], first_byte: int | None
+) -> None:
+    shard = OwnShard(
+        "a", torch.zeros(size, dtype=torch.int16), Box((11, 20), offset, size)
+    )
+    assert shard.first_byte == first_byte
 
 
 def reported(*boxes: Box) -> list[ShardReport]:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,7 +72,24 @@ def check() -> None:
     wanted = zip(ops.digest(values), ops.count_nonfinite(values), strict=True)
     for name, expected in zip(tensors, wanted, strict=True):
         assert seen[name] == expected, name
+    check_runs()
     check_converted()
+
+
+def check_runs() -> None:
+    """The digests of runs of elements add up to that of their tensor."""
+    whole = content(torch.bfloat16, 200_000)
+    cuts = [0, 4, 8, 1000, 1100, 131_072, 199_996, 200_000]
+    runs = {f"{a}": (whole[a:b], 2 * a) for a, b in pairwise(cuts)}
+    audit = GpuDigest(torch.device("cpu"), {})
+    first_bytes = {name: first for name, (_, first) in runs.items()}
+    audit.add([(name, run.clone()) for name, (run, _) in runs.items()], first_bytes)
+    total = ops.Digest.ZERO
+    for name, digest, _ in audit.results():
+        run, first = runs[name]
+        assert digest == ops.digest_slice(run, whole.shape, (first // 2,))
+        total += digest
+    assert total == ops.digest([whole])[0]
 
 
 PLAIN = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
@@ -145,7 +163,7 @@ def test_memory_that_a_kernel_uses_is_recorded_on_its_stream(
     users: list[Any] = []
     table, page = (SimpleNamespace(record_stream=users.append) for _ in range(2))
     triton_module = "vllm.inflight.ops.triton_kernels"
-    monkeypatch.setattr(f"{triton_module}.make_table", lambda *_: table)
+    monkeypatch.setattr(f"{triton_module}.make_table", lambda *_, **__: table)
     monkeypatch.setattr(f"{triton_module}.add_sums", lambda *_: None)
     audit: Any = GpuDigest(torch.device("cpu"), {})
     audit._stream, audit._pages = "a stream", [page]

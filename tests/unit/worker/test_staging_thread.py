@@ -1,6 +1,7 @@
 """A staging thread that dies has told so before: nobody waits for it in vain."""
 
 import math
+import queue
 import random
 import string
 import sys
@@ -154,6 +155,26 @@ def test_a_job_works_beside_decoding_until_its_order_is_carried_out(
     until(lambda: bool(seen), "it did nothing")
     assert seen[0] < usual
     until(lambda: sys.getswitchinterval() == usual, "it never ends")
+
+
+def test_a_job_that_expects_a_command_gets_the_interpreter_soon(
+    stager: StagingWorker, board: StatusBoard
+) -> None:
+    usual, seen = sys.getswitchinterval(), list[float]()
+
+    class Commands:
+        """None comes, until the update is aborted."""
+
+        def get(self, timeout: float) -> messages.Command:
+            seen.append(sys.getswitchinterval())
+            if len(seen) == 3:
+                board.cancel(1)
+            raise queue.Empty
+
+    job = StagingThread(stager, board, 1, predecessor=None)
+    job._commands = Commands()  # type: ignore[assignment]
+    job.run()
+    assert seen[0] < usual == seen[1] == seen[2] == sys.getswitchinterval()
 
 
 def of_no_use() -> object:

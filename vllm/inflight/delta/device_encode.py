@@ -101,15 +101,16 @@ class DeviceCoder:
         self, number: int, start: int, old: torch.Tensor, new: torch.Tensor
     ) -> None:
         """Encode the changes between two flat tensors of integers from `start` on."""
-        found = _Search([Compared(number, start, old, new)], self._limit)
+        found = DeviceSearch([Compared(number, start, old, new)], self._limit)
+        found.wait()
         for _ in self._encode(found):
             pass
 
-    def add_all(
-        self, first: int, pairs: Sequence[Pair]
+    def add_found(
+        self, first: int, found: DeviceSearch
     ) -> tuple[list[bool], Iterator[None]]:
-        """Encode the changes of several tensors; see `Coder.add_all`."""
-        found = _Search([Compared(0, 0, *pair) for pair in pairs], self._limit)
+        """Encode the changes that a search finds; see `Encoder.add_found`."""
+        found.wait()
         found.number_from(first)
         return found.has_changed.tolist(), self._encode(found)
 
@@ -141,7 +142,7 @@ class DeviceCoder:
             start = int(blocks.counts[:first].sum())
             self._keep(few, entries.part(start, start + int(few.counts.sum())))
 
-    def _encode(self, found: _Search) -> Iterator[None]:
+    def _encode(self, found: DeviceSearch) -> Iterator[None]:
         """Encode what a search has found, a batch at each step."""
         for first, end in found.blocks.batches():
             blocks = found.blocks.part(first, end)
@@ -171,6 +172,27 @@ class DeviceCoder:
                 self._waiting.appendleft(batch)
         self._num_bytes -= size - HEADER.size
         return _assembled(taken)
+
+
+class _Arriving:
+    """Numbers on their way from a GPU.
+
+    The host waits for these alone, and not for what the GPU does after them.
+    """
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self._numbers, self._event = numbers, None
+        if numbers.is_cuda:
+            self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            stream = torch.cuda.current_stream(numbers.device)
+            self._event = stream.record_event()
+
+    def array(self) -> Numbers:
+        """The numbers, once they are here."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._numbers.numpy()
 
 
 class _Blocks(NamedTuple):
@@ -213,11 +235,12 @@ class _Entries(NamedTuple):
         return _Entries(*(column[first:end] for column in self))
 
 
-class _Search:
+class DeviceSearch:
     """Counts the changes of all blocks of some tensors, then brings them.
 
-    A program compares `ELEMENTS_PER_PROGRAM` elements; a block has a whole number of
-    these.
+    The GPU counts while the host does something else, until it calls `wait`. The
+    tensors must not change before their changes are encoded. A block has a whole number
+    of programs.
 
     Args:
         stretches: of tensors of one device.
@@ -228,7 +251,6 @@ class _Search:
     def __init__(self, stretches: Sequence[Compared], limit: int) -> None:
         from vllm.inflight.delta import triton_kernels as kernels
 
-        per_program = kernels.ELEMENTS_PER_PROGRAM
         columns = [
             (s.number, s.start, s.old.numel(), s.old.element_size()) for s in stretches
         ]
@@ -237,6 +259,7 @@ class _Search:
         self._stretches = stretches  # their memory has to stay
         of_width = {w: block_elements(limit, w) for w in np.unique(widths).tolist()}
         per_block = np.array([of_width[width] for width in widths.tolist()])
+        per_program = kernels.BYTES_PER_PROGRAM // widths
         num_programs = -(-sizes // per_program)
         num_blocks = -(-sizes // per_block)
         rows = np.zeros((len(stretches), kernels.SEARCH_COLUMNS), dtype=np.int64)
@@ -258,21 +281,25 @@ class _Search:
             return
         self._rows, self._owners = launch_table(rows, 3, num_programs, self._device)
         last = np.minimum(
-            (within + 1) * (per_block[self._owner] // per_program),
+            (within + 1) * (per_block // per_program)[self._owner],
             num_programs[self._owner],
         )
         # The programs of each block end here.
-        ends = before(num_programs)[self._owner] + last
-        counts = torch.zeros(
-            int(num_programs.sum()), dtype=torch.int32, device=self._device
-        )
+        self._ends = before(num_programs)[self._owner] + last
+        self._found = found = kernels.Found.room(len(self._owners), self._device)
         for width in self._widths:
             kernels.count(
-                self._rows, self._owners, counts, width, is_aligned=self._is_aligned
+                self._rows, self._owners, found, width, is_aligned=self._is_aligned
             )
-        sums = counts.cumsum(0)
-        self._firsts = sums - counts
-        entries = sums[to_device(ends - 1, self._device)].cpu().numpy()
+        sums = found.counts.cumsum(0)
+        self._firsts = sums - found.counts
+        self._entries = _Arriving(sums[to_device(self._ends - 1, self._device)])
+
+    def wait(self) -> None:
+        """Wait for the numbers of changes."""
+        if not len(self._owner):
+            return
+        entries, ends = self._entries.array(), self._ends
         is_changed = np.diff(entries, prepend=0) > 0
         self._programs = np.stack((np.concatenate(([0], ends[:-1])), ends), 1)[
             is_changed
@@ -301,7 +328,8 @@ class _Search:
         entries = _Entries(place, *bits)
         for width in self._widths:
             kernels.compact(
-                *(self._rows, self._owners, self._firsts, programs, entries, width),
+                *(self._rows, self._owners, self._found, self._firsts),
+                *(programs, entries, width),
                 is_aligned=self._is_aligned,
             )
         return entries
@@ -317,15 +345,15 @@ def _encoded(blocks: _Blocks, entries: _Entries, values: int) -> _Encoded:
     table[:, 1], table[:, 3] = blocks.counts, blocks.widths
     num_programs = -(-blocks.counts // kernels.ENTRIES_PER_STEP)
     on_device, owners = launch_table(table, 2, num_programs, device)
-    sums = torch.empty(len(owners), kernels.MEASURES, dtype=torch.int64, device=device)
+    # A row for each measure: torch sums up columns many times slower.
+    sums = torch.empty(kernels.MEASURES, len(owners), dtype=torch.int64, device=device)
     kernels.measure(on_device, owners, entries, sums)
-    sums = sums.cumsum(0)
+    sums = sums.cumsum(1)
     ends = np.cumsum(num_programs) - 1
     borders = to_device(np.stack((ends, starts, starts + blocks.counts - 1)), device)
-    columns = [sums[borders[0]], entries.places[borders[1:]].t().to(torch.int64)]
-    found = torch.cat(columns, 1).cpu().numpy()
-    measures = np.diff(found[:, : kernels.MEASURES], axis=0, prepend=0)
-    first, last = found[:, kernels.MEASURES], found[:, kernels.MEASURES + 1]
+    columns = [sums[:, borders[0]], entries.places[borders[1:]].to(torch.int64)]
+    *found, first, last = torch.cat(columns).cpu().numpy()
+    measures = np.diff(np.stack(found, 1), axis=0, prepend=0)
 
     rows = np.zeros(len(blocks.counts), dtype=ROWS)
     rows["number"], rows["width"] = blocks.numbers, blocks.widths
@@ -338,7 +366,8 @@ def _encoded(blocks: _Blocks, entries: _Entries, values: int) -> _Encoded:
     data = torch.zeros(int(sizes.sum()), dtype=torch.uint8, device=device)
     table[:, 4], table[:, 5] = rows["form"], rows["code_bytes"]
     table[:, 6], table[:, 8:12] = first, firsts
-    kernels.encode(to_device(table, device), owners, entries, sums, data)
+    most_bytes = int(blocks.widths.max())
+    kernels.encode(to_device(table, device), owners, entries, sums, data, most_bytes)
     return _Encoded(rows, sizes, data, firsts)
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 
 from vllm.inflight.delta import compression
 from vllm.inflight.delta.part import HEADER, ROW, ZSTD, Part, ValueForm, block_elements
 from vllm.inflight.ops import INTEGERS, native_core
+
+if TYPE_CHECKING:
+    from vllm.inflight.delta.device_encode import DeviceSearch
 
 MAX_PART_BYTES = 32 << 20
 """Most bytes of a part, unless a caller sets another limit."""
@@ -50,6 +53,15 @@ class Coder(Protocol):
 
     def take(self, limit: int) -> Part:
         """The first blocks that wait and fit into `limit` bytes, as a part."""
+
+
+class Search(NamedTuple):
+    """Tensors whose changes are looked for."""
+
+    pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    """Each tensor before and now: flat, of integers."""
+    on_device: DeviceSearch | None
+    """Looks for them on a GPU; None: the host does that when it encodes them."""
 
 
 class Encoder:
@@ -139,22 +151,53 @@ class Encoder:
             Parts that are full.
 
         """
-        self.have_changed = []
+        yield from self.add_found(first, self.search(pairs))
+
+    def search(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Search:
+        """Begin to look for the changes of several tensors of one device.
+
+        A GPU looks for them while the host does something else. The host begins in
+        `add_found`.
+
+        Args:
+            pairs: each tensor before and now, as in `add`; none may change before
+                `add_found` has ended.
+
+        """
         flat = [_pair(*pair) for pair in pairs]
         devices = {before.device for before, _ in flat}
         if len(devices) > 1:
             raise ValueError("the tensors of one call have to be on one device")
         if all(device.type == "cpu" for device in devices):
-            for before, now in flat:
+            return Search(flat, None)
+        from vllm.inflight.delta.device_encode import Compared, DeviceSearch
+
+        compared = [Compared(0, 0, *pair) for pair in flat]
+        return Search(flat, DeviceSearch(compared, self._limit))
+
+    def add_found(self, first: int, search: Search) -> Iterator[Part]:
+        """Encode what a search finds, as `add_all` does.
+
+        Args:
+            first: number of the first tensor that has changed.
+            search: of this encoder, once.
+
+        Yields:
+            Parts that are full.
+
+        """
+        self.have_changed = []
+        if search.on_device is None:
+            for before, now in search.pairs:
                 yield from self.add(first + sum(self.have_changed), before, now)
                 self.have_changed.append(self.has_changed)
             return
         from vllm.inflight.delta.device_encode import DeviceCoder
 
         self._advance(first, 0, -1)
-        yield from self._on(devices.pop())
+        yield from self._on(search.pairs[0][0].device)
         assert isinstance(self._coder, DeviceCoder)
-        self.have_changed, steps = self._coder.add_all(first, flat)
+        self.have_changed, steps = self._coder.add_found(first, search.on_device)
         if num := sum(self.have_changed):
             self._last = (first + num - 1, MOST_PLACE)
         for _ in steps:

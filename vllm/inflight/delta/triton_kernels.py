@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from vllm.inflight.delta.part import CHUNK_CODES
 
-ELEMENTS_PER_PROGRAM = 4096
-"""Elements that a program compares."""
+BYTES_PER_PROGRAM = 32 << 10
+"""Bytes of a tensor that a program compares; a block has a whole number of these."""
+
+LANES_PER_STEP = 1024
+"""Lanes that a program compares at once."""
+
+LANES_NOTED = 1024
+"""Lanes that a program of `count` can note: a quarter of those of 8 bytes."""
+
+NOTED_PER_STEP = 64
+"""Noted lanes that a program of `compact` reads at once."""
 
 COLUMNS = 16
 """int64 values of a row of `decode_gaps` and `decode_others`."""
@@ -47,63 +58,118 @@ INTEGERS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 # No argument is specialised, because compiling holds the interpreter's lock. The kernel
 # that was compiled at start-up has to fit every tensor.
-@triton.jit
-def _compared(
-    row,
-    program,
-    WIDTH: tl.constexpr,
-    INTEGER: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The elements that a program compares, before and now; whether each differs; and
-    whether they have this width."""
-    old = tl.load(row).to(tl.pointer_type(INTEGER))
-    new = tl.load(row + 1).to(tl.pointer_type(INTEGER))
-    width = tl.load(row + 4)
-    num = tl.where(width == WIDTH, tl.load(row + 2), 0)
-    first = (program - tl.load(row + 3)) * BLOCK
-    at = first + tl.arange(0, BLOCK)
-    # Without a mask, many elements are read by one instruction.
-    old += at
-    new += at
-    if ALIGNED:
-        old = tl.multiple_of(tl.max_contiguous(old, BLOCK), 16)
-        new = tl.multiple_of(tl.max_contiguous(new, BLOCK), 16)
-    if first + BLOCK <= num:
-        before = tl.load(old)
-        now = tl.load(new)
-    else:
-        before = tl.load(old, mask=at < num, other=0)
-        now = tl.load(new, mask=at < num, other=0)
-    return at, before, now, before != now, width == WIDTH
-
-
-@triton.jit(do_not_specialize_on_alignment=["rows", "owners", "counts"])
+@triton.jit(
+    do_not_specialize_on_alignment=["rows", "owners", "counts", "num_lanes", "lanes"]
+)
 def _count(
     rows,
     owners,
     counts,
+    num_lanes,
+    lanes,
     WIDTH: tl.constexpr,
     INTEGER: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    MOST: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
     row = rows + tl.load(owners + program).to(tl.int64) * 6
-    _, _, _, differs, is_own = _compared(row, program, WIDTH, INTEGER, ALIGNED, BLOCK)
-    tl.store(counts + program, tl.sum(differs.to(tl.int32), 0), mask=is_own)
+    old = tl.load(row).to(tl.pointer_type(INTEGER))
+    new = tl.load(row + 1).to(tl.pointer_type(INTEGER))
+    is_own = tl.load(row + 4) == WIDTH
+    num = tl.where(is_own, tl.load(row + 2), 0)
+    first = (program - tl.load(row + 3)) * BLOCK
+    num_found = 0
+    num_noted = 0
+    for start in range(0, tl.minimum(num - first, BLOCK), LANES * PIECES):
+        lane = start // PIECES + tl.arange(0, LANES)
+        num_changed = tl.zeros((LANES,), tl.int32)
+        # Without a mask, and in words of 8 bytes, many elements are read by one
+        # instruction.
+        if PIECES > 1 and first + start + LANES * PIECES <= num:
+            at = first // PIECES + lane
+            old_words = old.to(tl.pointer_type(tl.int64)) + at
+            new_words = new.to(tl.pointer_type(tl.int64)) + at
+            old_words = tl.multiple_of(tl.max_contiguous(old_words, LANES), 16)
+            new_words = tl.multiple_of(tl.max_contiguous(new_words, LANES), 16)
+            differing = tl.load(old_words) ^ tl.load(new_words)
+            for piece in tl.static_range(PIECES):
+                bits = (differing >> (8 * WIDTH * piece)) & ((1 << (8 * WIDTH)) - 1)
+                num_changed += (bits != 0).to(tl.int32)
+        else:
+            for piece in tl.static_range(PIECES):
+                at = first + lane * PIECES + piece
+                before = tl.load(old + at, mask=at < num, other=0)
+                now = tl.load(new + at, mask=at < num, other=0)
+                num_changed += (before != now).to(tl.int32)
+        has_changed = num_changed > 0
+        rank = num_noted + tl.cumsum(has_changed.to(tl.int32), 0) - 1
+        to = lanes + program * MOST + rank
+        tl.store(to, lane.to(tl.int16), mask=has_changed & (rank < MOST))
+        # Both numbers in one sum.
+        both = tl.sum(num_changed | (has_changed.to(tl.int32) << 16), 0)
+        num_found += both & 0xFFFF
+        num_noted += both >> 16
+    tl.store(counts + program, num_found, mask=is_own)
+    tl.store(num_lanes + program, num_noted, mask=is_own)
+
+
+@triton.jit
+def _bring(
+    row,
+    first,
+    lane,
+    is_wanted,
+    to,
+    places,
+    news,
+    differences,
+    INTEGER: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    """Bring the elements of these lanes that differ, from `to` on; returns the end."""
+    old = tl.load(row).to(tl.pointer_type(INTEGER))
+    new = tl.load(row + 1).to(tl.pointer_type(INTEGER))
+    num = tl.load(row + 2)
+    in_block = tl.load(row + 5)
+    first_of_lane = first + lane.to(tl.int64) * PIECES
+    num_changed = tl.zeros_like(lane)
+    for piece in tl.static_range(PIECES):
+        at = first_of_lane + piece
+        before = tl.load(old + at, mask=is_wanted & (at < num), other=0)
+        now = tl.load(new + at, mask=is_wanted & (at < num), other=0)
+        num_changed += (before != now).to(tl.int32)
+    end = to + tl.sum(num_changed, 0)
+    to += tl.cumsum(num_changed, 0) - num_changed
+    for piece in tl.static_range(PIECES):
+        at = first_of_lane + piece
+        before = tl.load(old + at, mask=is_wanted & (at < num), other=0)
+        now = tl.load(new + at, mask=is_wanted & (at < num), other=0)
+        differs = before != now
+        tl.store(places + to, (at & in_block).to(tl.int32), mask=differs)
+        tl.store(news + to, now.to(tl.int64), mask=differs)
+        # The difference wraps in the element's width.
+        difference = (now - before).to(INTEGER)
+        tl.store(differences + to, difference.to(tl.int64), mask=differs)
+        to += differs.to(tl.int32)
+    return end
 
 
 @triton.jit(
     do_not_specialize=["first_program"],
     do_not_specialize_on_alignment=[
-        *("rows", "owners", "firsts", "places", "news", "differences")
+        *("rows", "owners", "num_lanes", "lanes", "firsts"),
+        *("places", "news", "differences"),
     ],
 )
 def _compact(
     rows,
     owners,
+    num_lanes,
+    lanes,
     firsts,
     places,
     news,
@@ -111,21 +177,33 @@ def _compact(
     first_program,
     WIDTH: tl.constexpr,
     INTEGER: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    MOST: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64) + first_program
     row = rows + tl.load(owners + program).to(tl.int64) * 6
-    at, before, now, differs, _ = _compared(
-        row, program, WIDTH, INTEGER, ALIGNED, BLOCK
-    )
+    is_own = tl.load(row + 4) == WIDTH
+    num = tl.where(is_own, tl.load(num_lanes + program), 0)
+    first = (program - tl.load(row + 3)) * BLOCK
     to = tl.load(firsts + program) - tl.load(firsts + first_program)
-    to += tl.cumsum(differs.to(tl.int32), 0) - 1
-    tl.store(places + to, (at & tl.load(row + 5)).to(tl.int32), mask=differs)
-    tl.store(news + to, now.to(tl.int64), mask=differs)
-    # The difference wraps in the element's width.
-    difference = (now - before).to(INTEGER)
-    tl.store(differences + to, difference.to(tl.int64), mask=differs)
+    if num <= MOST:
+        for start in range(0, num, STEP):
+            rank = start + tl.arange(0, STEP)
+            noted = tl.load(lanes + program * MOST + rank, mask=rank < num, other=0)
+            to = _bring(
+                *(row, first, noted.to(tl.int32), rank < num, to),
+                *(places, news, differences, INTEGER, PIECES),
+            )
+    else:
+        for start in range(0, BLOCK // PIECES, LANES):
+            every = start + tl.arange(0, LANES)
+            to = _bring(
+                *(row, first, every, every >= 0, to),
+                *(places, news, differences, INTEGER, PIECES),
+            )
 
 
 @triton.jit
@@ -144,9 +222,12 @@ def _entries_of(row, program, places, differences, LANES: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize_on_alignment=["rows", "owners", "places", "differences", "sums"]
+    do_not_specialize=["num_programs"],
+    do_not_specialize_on_alignment=["rows", "owners", "places", "differences", "sums"],
 )
-def _measure(rows, owners, places, differences, sums, LANES: tl.constexpr):
+def _measure(
+    rows, owners, places, differences, sums, num_programs, LANES: tl.constexpr
+):
     program = tl.program_id(0).to(tl.int64)
     row = rows + tl.load(owners + program).to(tl.int64) * 12
     _, inside, _, _, gap, _, zigzag = _entries_of(
@@ -154,28 +235,30 @@ def _measure(rows, owners, places, differences, sums, LANES: tl.constexpr):
     )
     escapes1 = inside & ((zigzag < 0) | (zigzag >= 0xFF))
     escapes2 = inside & ((zigzag < 0) | (zigzag >= 0xFFFF))
-    to = sums + program * 5
+    to = sums + program
     tl.store(to, tl.sum((gap > 0).to(tl.int64), 0))
-    tl.store(to + 1, tl.sum(gap // 0xFF, 0))
-    tl.store(to + 2, tl.sum(gap // 0xFFFF, 0))
-    tl.store(to + 3, tl.sum(escapes1.to(tl.int64), 0))
-    tl.store(to + 4, tl.sum(escapes2.to(tl.int64), 0))
+    tl.store(to + num_programs, tl.sum(gap // 0xFF, 0))
+    tl.store(to + 2 * num_programs, tl.sum(gap // 0xFFFF, 0))
+    tl.store(to + 3 * num_programs, tl.sum(escapes1.to(tl.int64), 0))
+    tl.store(to + 4 * num_programs, tl.sum(escapes2.to(tl.int64), 0))
 
 
 @triton.jit
-def _sum_before(sums, column, program, first_program):
-    """The sum of a column over the programs of the same block before this one."""
-    end = tl.load(sums + (program - 1) * 5 + column, mask=program > 0, other=0)
-    start = tl.load(
-        sums + (first_program - 1) * 5 + column, mask=first_program > 0, other=0
-    )
+def _sum_before(sums, program, first_program):
+    """What the programs of the same block before this one add up to.
+
+    `sums` is a measure, summed up over the programs of all blocks.
+    """
+    end = tl.load(sums + program - 1, mask=program > 0, other=0)
+    start = tl.load(sums + first_program - 1, mask=first_program > 0, other=0)
     return end - start
 
 
 @triton.jit(
+    do_not_specialize=["num_programs"],
     do_not_specialize_on_alignment=[
         *("rows", "owners", "places", "news", "differences", "sums", "data")
-    ]
+    ],
 )
 def _encode(
     rows,
@@ -185,8 +268,10 @@ def _encode(
     differences,
     sums,
     data,
+    num_programs,
     LANES: tl.constexpr,
     CODES: tl.constexpr,
+    MOST_BYTES: tl.constexpr,
 ):
     program = tl.program_id(0).to(tl.int64)
     row = rows + tl.load(owners + program).to(tl.int64) * 12
@@ -210,7 +295,8 @@ def _encode(
     has_codes = lanes + code_bytes > 0
     is_escape = (zigzag < 0) | (zigzag >= tl.where(code_bytes == 2, 0xFFFF, 0xFF))
     is_escape = is_escape & inside & has_codes
-    escapes = _sum_before(sums, code_bytes + 2, program, first_program)
+    measure = sums + (code_bytes + 2) * num_programs
+    escapes = _sum_before(measure, program, first_program)
     escapes = tl.where(code_bytes > 0, escapes, 0)
     exception = escapes + tl.cumsum(is_escape.to(tl.int64), 0) - 1
     escapes_before = exception + 1 - is_escape.to(tl.int64)
@@ -218,7 +304,7 @@ def _encode(
     value = tl.where(is_escape, -1, zigzag)
     value = tl.where(has_codes, value, new)
     size = lanes + tl.where(code_bytes > 0, code_bytes, width)
-    for byte in tl.static_range(8):
+    for byte in tl.static_range(MOST_BYTES):
         bits = ((value >> (8 * byte)) & 0xFF).to(tl.uint8)
         tl.store(values + entry * size + byte, bits, mask=inside & (size > byte))
         bits = ((difference >> (8 * byte)) & 0xFF).to(tl.uint8)
@@ -231,7 +317,7 @@ def _encode(
         maximal = gap // most
         rest = gap % most
         code = entry + tl.cumsum(maximal, 0) - maximal
-        code += _sum_before(sums, form, program, first_program)
+        code += _sum_before(sums + form * num_programs, program, first_program)
         for step in range(0, tl.max(maximal, 0) + 1):
             is_code = inside & (step <= maximal)
             word = tl.where(step < maximal, most, rest)
@@ -257,7 +343,7 @@ def _encode(
         is_later = inside & (gap > 0)
         is_start = is_later | (inside & (entry == 0))
         run = tl.cumsum(is_later.to(tl.int64), 0)
-        run += _sum_before(sums, 0, program, first_program)
+        run += _sum_before(sums, program, first_program)
         tl.store(words + 2 * run, place.to(tl.int32), mask=is_start)
         # The length of a run is where the next one starts, minus where it starts.
         number = entry.to(tl.int32)
@@ -521,36 +607,73 @@ def _decode_others(
     tl.atomic_min(fault, index * 8 + found, mask=found != 7)
 
 
+class Found(NamedTuple):
+    """What `count` finds, for each of its programs.
+
+    A program compares `BYTES_PER_PROGRAM`, in lanes of 8 bytes or of an element. It
+    notes which lanes differ, so that `compact` reads only those. Where most of them
+    differ, they do not fit, and `compact` reads all lanes.
+    """
+
+    counts: torch.Tensor
+    """Elements that differ; int32 [programs]."""
+    num_lanes: torch.Tensor
+    """Lanes that differ; int32 [programs]."""
+    lanes: torch.Tensor
+    """Their numbers; int16 [programs, LANES_NOTED]."""
+
+    @classmethod
+    def room(cls, num_programs: int, device: torch.device) -> Found:
+        """Memory for so many programs."""
+        shapes = (num_programs,), (num_programs,), (num_programs, LANES_NOTED)
+        dtypes = torch.int32, torch.int32, torch.int16
+        return cls(
+            *(
+                torch.empty(shape, dtype=dtype, device=device)
+                for shape, dtype in zip(shapes, dtypes, strict=True)
+            )
+        )
+
+
+def _options(width: int, *, is_aligned: bool) -> dict[str, Any]:
+    return {
+        "WIDTH": width,
+        "INTEGER": INTEGERS[width],
+        "PIECES": 8 // width if is_aligned else 1,
+        "BLOCK": BYTES_PER_PROGRAM // width,
+        "LANES": LANES_PER_STEP,
+        "MOST": LANES_NOTED,
+        "STEP": NOTED_PER_STEP,
+    }
+
+
 def count(
     rows: torch.Tensor,
     owners: torch.Tensor,
-    counts: torch.Tensor,
+    found: Found,
     width: int,
     *,
     is_aligned: bool,
 ) -> None:
-    """Count the elements that differ, in tensors of one element width.
+    """Find the elements that differ, in tensors of one element width.
 
     Args:
         rows: int64 [tensors, SEARCH_COLUMNS] on the GPU; device_encode.py fills it.
         owners: the row of each program; int32.
-        counts: gets the number of each program of such a tensor; int32.
+        found: gets what each program of such a tensor finds.
         width: bytes of an element.
         is_aligned: whether all addresses are multiples of 16.
 
     """
     _count[(len(owners),)](
-        *(rows, owners, counts),
-        WIDTH=width,
-        INTEGER=INTEGERS[width],
-        ALIGNED=is_aligned,
-        BLOCK=ELEMENTS_PER_PROGRAM,
+        *(rows, owners, *found), **_options(width, is_aligned=is_aligned)
     )
 
 
 def compact(
     rows: torch.Tensor,
     owners: torch.Tensor,
+    found: Found,
     firsts: torch.Tensor,
     programs: tuple[int, int],
     entries: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
@@ -563,6 +686,7 @@ def compact(
     Args:
         rows: as in `count`.
         owners: likewise.
+        found: of `count`, with the same `is_aligned`.
         firsts: for each program, the elements that differ before; int64.
         programs: the first program that brings elements, and the end.
         entries: get the places in the block, the new bits, and the differences.
@@ -571,11 +695,8 @@ def compact(
 
     """
     _compact[(programs[1] - programs[0],)](
-        *(rows, owners, firsts, *entries, programs[0]),
-        WIDTH=width,
-        INTEGER=INTEGERS[width],
-        ALIGNED=is_aligned,
-        BLOCK=ELEMENTS_PER_PROGRAM,
+        *(rows, owners, found.num_lanes, found.lanes, firsts, *entries, programs[0]),
+        **_options(width, is_aligned=is_aligned),
     )
 
 
@@ -591,12 +712,12 @@ def measure(
         rows: int64 [blocks, ENCODE_COLUMNS] on the GPU; device_encode.py fills it.
         owners: the row of each program; int32.
         entries: of `compact`.
-        sums: gets the sums of each program; int64 [programs, MEASURES].
+        sums: gets the sums of each program; int64 [MEASURES, programs].
 
     """
     places, _, differences = entries
     _measure[(len(owners),)](
-        *(rows, owners, places, differences, sums), LANES=ENTRIES_PER_STEP
+        *(rows, owners, places, differences, sums, len(owners)), LANES=ENTRIES_PER_STEP
     )
 
 
@@ -606,6 +727,7 @@ def encode(
     entries: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     sums: torch.Tensor,
     data: torch.Tensor,
+    most_bytes: int,
 ) -> None:
     """Write the sections of all blocks.
 
@@ -615,12 +737,14 @@ def encode(
         entries: as in `measure`.
         sums: of `measure`, up to each program and with it.
         data: gets the sections; zero before, at an address that is a multiple of 8.
+        most_bytes: bytes of the widest element.
 
     """
     _encode[(len(owners),)](
-        *(rows, owners, *entries, sums, data),
+        *(rows, owners, *entries, sums, data, len(owners)),
         LANES=ENTRIES_PER_STEP,
         CODES=CHUNK_CODES,
+        MOST_BYTES=most_bytes,
     )
 
 
@@ -637,7 +761,7 @@ def decode_gaps(
     """Decode all chunks of blocks of one width, in one launch.
 
     Args:
-        rows: int64 [blocks, COLUMNS] on the GPU; device_decode.py fills it.
+        rows: int64 [blocks, COLUMNS] on the GPU, or flat; device_decode.py fills it.
         owners: the row of each chunk; int32.
         data: data of the part, at an address that is a multiple of 8.
         places: gets the places.
@@ -674,7 +798,7 @@ def decode_others(
         width: bytes of an element.
 
     """
-    _decode_others[(len(rows),)](
+    _decode_others[(rows.numel() // COLUMNS,)](
         *(rows, data, places, bits, fault),
         INTEGER=INTEGERS[width],
         LANES=ENTRIES_PER_STEP,

@@ -6,7 +6,7 @@ until the end of the update, and one copy brings them all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -24,9 +24,9 @@ NUM_BAD = 2
 """Column in which the kernel counts non-finite values."""
 
 Pair = tuple[str, torch.Tensor]
-Tables = dict[tuple[tuple[int, int, int], ...], torch.Tensor | None]
-"""The addresses of tensors, with their limit of finite numbers → a table for the
-kernel.
+Tables = dict[tuple[tuple[int, int, int, int], ...], torch.Tensor | None]
+"""The addresses of tensors, with their size, their limit of finite numbers and their
+first chunk → a table for the kernel.
 
 A transport reuses its memory, so the same tables are needed over and over.
 """
@@ -70,17 +70,26 @@ class GpuDigest:
         """The stream that was used last."""
         self._added: list[tuple[str, int, int, int]] = []
         """(name, bytes, page, row) of every tensor."""
+        self._first_bytes: dict[str, int] = {}
+        """Number of the first byte of what is a part of a tensor."""
         self._staying: list[Pair] = []
         self._staying_bytes = 0
 
-    def add(self, pairs: Sequence[Pair]) -> None:
+    def add(
+        self, pairs: Sequence[Pair], first_bytes: Mapping[str, int] | None = None
+    ) -> None:
         """Compute the sums of these tensors on the current stream.
+
+        A part of a tensor that is a run of its elements has the number of its first
+        byte there in `first_bytes`, a multiple of 8. Its digest is its share of that of
+        the tensor.
 
         A tensor may be overwritten as soon as the stream has read it. A tensor that was
         received in place is read later: when there are enough of them, and at the
         latest when the results are asked for.
         """
         plan = self._plan
+        self._first_bytes |= first_bytes or {}
         passing: list[Pair] = []
         for pair in pairs:
             if plan is None or not plan.is_home(*pair):
@@ -101,7 +110,7 @@ class GpuDigest:
         self._follow()
         by_width: dict[int, list[Pair]] = {}
         for name, tensor in pairs:
-            if tensor.nbytes > PAGE_BYTES:
+            if self._first_bytes.get(name, 0) + tensor.nbytes > PAGE_BYTES:
                 raise ValueError(
                     f"{name} has {tensor.nbytes} bytes; the digest of a GPU tensor is "
                     f"defined up to {PAGE_BYTES}"
@@ -137,13 +146,17 @@ class GpuDigest:
             for name, t in pairs
         )
         places = tuple(
-            (t.data_ptr(), t.nbytes // 8, limit)
-            for t, limit in zip(chunked, limits, strict=True)
+            (t.data_ptr(), t.nbytes // 8, limit, self._first_bytes.get(name, 0) // 8)
+            for (name, _), t, limit in zip(pairs, chunked, limits, strict=True)
         )
         if places not in self._tables:
             if len(self._tables) >= MAX_TABLES:
                 self._tables.clear()
-            self._tables[places] = make_table(places, self._device)
+            self._tables[places] = make_table(
+                [place[:3] for place in places],
+                self._device,
+                firsts=[place[3] for place in places],
+            )
         if (table := self._tables[places]) is not None:
             if self._stream is not None:
                 # The memory may belong to another stream, and be freed before this one
@@ -165,7 +178,8 @@ class GpuDigest:
         for name, size, page, row in self._added:
             a, b, bad, _ = pages[page][row]
             # The part of a sum that does not depend on the content has a closed form.
-            a, b = a + COUNT * size, b + PLACE * size * size
+            first = self._first_bytes.get(name, 0)
+            a, b = a + COUNT * size, b + PLACE * size * (size + 2 * first)
             results.append((name, ops.Digest(a % 2**64, b % 2**64), bad))
         return results
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -99,23 +100,19 @@ def make_table(
         rows: row of each tensor's sums; by default one row each, in order.
 
     """
-    parts = []
-    # Made on the host: the staging thread's default device is its GPU, and it would
-    # wait for the GPU at every tensor.
-    with torch.device("cpu"):
-        for number, (address, num_chunks, limit) in enumerate(places):
-            row = number if rows is None else rows[number]
-            # A chunk's key depends on its number in the whole tensor. The address in
-            # the table is chunk 0's, which is read only if it is in the part.
-            at = 0 if firsts is None else firsts[number]
-            end = at + num_chunks
-            first = torch.arange(at, end, CHUNKS_PER_PROGRAM)
-            entry = torch.tensor([address - 8 * at, end, 0, row, limit])
-            entry = entry.repeat(len(first), 1)
-            entry[:, 2] = first
-            parts.append(entry)
-    table = torch.cat(parts)
-    return table.to(device) if len(table) else None
+    addresses, num_chunks, limits = np.array(places, dtype=np.int64).reshape(-1, 3).T
+    # A chunk's key depends on its number in the whole tensor. The address in the table
+    # is chunk 0's, which is read only if it is in the part.
+    at = np.zeros_like(addresses) if firsts is None else np.asarray(firsts, np.int64)
+    row = np.arange(len(at)) if rows is None else np.asarray(rows, np.int64)
+    num_programs = -(-num_chunks // CHUNKS_PER_PROGRAM)
+    owner = np.repeat(np.arange(len(at)), num_programs)
+    step = np.arange(len(owner)) - (np.cumsum(num_programs) - num_programs)[owner]
+    first = at[owner] + step * CHUNKS_PER_PROGRAM
+    each = np.stack((addresses - 8 * at, at + num_chunks, at, row, limits), 1)
+    table = each[owner]
+    table[:, 2] = first
+    return torch.from_numpy(table).to(device) if len(table) else None
 
 
 def add_sums(

@@ -12,8 +12,8 @@ import torch
 
 from vllm.inflight import ops
 from vllm.inflight.delta.decode import Changes, apply, decode
-from vllm.inflight.delta.encode import Encoder
-from vllm.inflight.delta.part import Part
+from vllm.inflight.delta.encode import Encoder, Search
+from vllm.inflight.delta.part import Part, bring_tables
 from vllm.inflight.errors import (
     BaseMismatch,
     DeltaUnsupported,
@@ -21,7 +21,7 @@ from vllm.inflight.errors import (
     Malformed,
     WeightsMismatch,
 )
-from vllm.inflight.trainer.deltas.published import PublishedVersion, digests_of
+from vllm.inflight.trainer.deltas.published import Digests, PublishedVersion
 from vllm.inflight.trainer.snapshot import Snapshot, check_tensor
 from vllm.inflight.trainer.sources.stream import Pair
 from vllm.inflight.update import Manifest, TensorSpec
@@ -36,7 +36,7 @@ LOOKED_AT_BYTES = 16 << 20
 
 BATCH_BYTES = 1 << 30
 """Bytes of tensors that a GPU compares at once. They are copied, as a source may reuse
-the memory of a tensor for the next one."""
+the memory of a tensor for the next one. Two such copies are there at a time."""
 
 OF_A_DELTA = (
     BaseMismatch,
@@ -145,6 +145,10 @@ class DeltaSearch:
         self._encoder = Encoder()
         self._names: list[str] = []
         """The changed tensors, by their number."""
+        self._digests = Digests()
+        """Of these tensors, until they are announced."""
+        self._begun: tuple[list[Pair], Search] = [], Search([], None)
+        """The batch that is compared now."""
         self._num_bytes = 0
         """Bytes of the parts."""
         self._num_compared = 0
@@ -190,54 +194,80 @@ class DeltaSearch:
                 rest = chain(batch, [(name, tensor)], incoming)
                 return chain(self._before(compared), rest)
             here = tensor.detach().to(base.device).contiguous().resolve_neg()
+            is_own = not ops.has_memory(here) or here.data_ptr() != tensor.data_ptr()
+            most = batch_bytes(base.device)
+            if most and not is_own:
+                here = here.clone()
+            batch.append((name, here))
             num_bytes += here.nbytes
-            if num_bytes < batch_bytes(base.device):
-                if ops.has_memory(here) and here.data_ptr() == tensor.data_ptr():
-                    here = here.clone()
-                batch.append((name, here))
+            if num_bytes < most:
                 continue
-            compared += self._compare([*batch, (name, here)])
+            compared += self._compare(batch)
+            if not most:  # the tensor may change from now on
+                compared += self._finish()
             batch, num_bytes = [], 0
             if self._num_compared >= LOOKED_AT_BYTES and self._is_dear():
                 # What was compared so far is made again from the base.
                 return chain(self._before(compared), incoming)
         compared += self._compare(batch)
+        compared += self._finish()
         self._note(self._encoder.finish())
         if len(seen) < len(self._delta.base.specs) or self._is_dear():
             return self._before(compared)
         if not self._names:
             self._add_nothing()
+        self._close()
         return self._delta
 
     def _compare(self, batch: list[Pair]) -> list[str]:
-        """Compare tensors with those of the base; returns their names."""
-        names = [name for name, _ in batch]
-        olds = [self._delta.base.tensor(name) for name in names]
+        """Begin to compare tensors with those of the base.
+
+        Meanwhile the batch before is finished, so that a GPU has always something to
+        do. Returns the names of that one's tensors.
+        """
+        olds = [self._delta.base.tensor(name) for name, _ in batch]
         pairs = [
             (old, here)
             for old, (_, here) in zip(olds, batch, strict=True)
             if old is not None
         ]
-        first = len(self._names)
-        parts = self._encoder.add_all(first, pairs)
-        made = list(parts)
+        search = self._encoder.search(pairs)
+        names = self._finish()
+        self._begun = batch, search
+        return names
+
+    def _finish(self) -> list[str]:
+        """Finish the batch that was begun; returns the names of its tensors."""
+        batch, search = self._begun
+        self._begun = [], Search([], None)
+        made = list(self._encoder.add_found(len(self._names), search))
         has_changed = self._encoder.have_changed
         changed = [pair for pair, has in zip(batch, has_changed, strict=True) if has]
         self._names += [name for name, _ in changed]
         # Of the tensors themselves, and not worked out from the base: an error in the
         # base would stay unseen, because digests add up.
-        for (name, _), digest in zip(changed, digests_of(changed), strict=True):
-            self._announce(name, digest.hex())
+        self._digests.add(changed)
         self._note(made)
-        self._num_compared += sum(old.nbytes for old, _ in pairs)
-        return names
+        self._num_compared += sum(here.nbytes for _, here in batch)
+        return [name for name, _ in batch]
 
     def _note(self, parts: Iterable[Part]) -> None:
         """Keep these parts."""
         for part in parts:
             self._delta.body.parts.append(part)
             self._num_bytes += part.num_bytes
-            part.check(*self._sizes())
+
+    def _close(self) -> None:
+        """Announce what has changed, and check the parts.
+
+        The host waits for a GPU here, and not at every batch.
+        """
+        for name, digest in self._digests.results().items():
+            self._announce(name, digest.hex())
+        parts, sizes = self._delta.body.parts, self._sizes()
+        bring_tables(parts)
+        for part in parts:
+            part.check(*sizes)
 
     def _announce(self, name: str, digest: str | None) -> None:
         """The delta changes a tensor, which has this digest afterwards."""
@@ -256,8 +286,11 @@ class DeltaSearch:
         is_dear = self._num_bytes >= WHOLE_FROM * self._num_compared
         return is_dear and self._policy == "auto"
 
-    def _before(self, taken: Iterable[str]) -> Iterator[Pair]:
+    def _before(self, compared: list[str]) -> Iterator[Pair]:
+        """The tensors that were taken from the source, made again from the base."""
+        taken = compared + self._finish()
         self._note(self._encoder.finish())
+        self._close()
         return self._delta.whole(taken)
 
     def _add_nothing(self) -> None:

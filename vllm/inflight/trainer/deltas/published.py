@@ -144,19 +144,45 @@ def note_damage(names: Sequence[str]) -> None:
     )
 
 
-def digests_of(pairs: Sequence[tuple[str, torch.Tensor]]) -> list[ops.Digest]:
-    """The digest of each tensor, in order; all are on one device.
+class Digests:
+    """Digests of tensors that come one after another.
 
-    On a GPU, the host waits once for all of them.
+    Those on a GPU are read when they are asked for: the host waits once for all.
     """
-    devices = {tensor.device for _, tensor in pairs}
-    if all(device.type == "cpu" for device in devices):
-        tensors = [tensor for _, tensor in pairs]
-        return ops.digest(tensors, num_threads=NUM_DIGEST_THREADS)
-    (device,) = devices
-    digest = GpuDigest(device, {})
-    digest.add(pairs)
-    found = {name: one for name, one, _ in digest.results()}
+
+    def __init__(self) -> None:
+        self._found: dict[str, ops.Digest] = {}
+        self._on_device: dict[torch.device, GpuDigest] = {}
+
+    def add(self, pairs: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Add tensors of one device, which may be overwritten afterwards.
+
+        What overwrites a tensor on a GPU has to be on the current stream.
+        """
+        devices = {tensor.device for _, tensor in pairs}
+        if all(device.type == "cpu" for device in devices):
+            tensors = [tensor for _, tensor in pairs]
+            found = ops.digest(tensors, num_threads=NUM_DIGEST_THREADS)
+            self._found |= zip((name for name, _ in pairs), found, strict=True)
+            return
+        (device,) = devices
+        if device not in self._on_device:
+            self._on_device[device] = GpuDigest(device, {})
+        self._on_device[device].add(pairs)
+
+    def results(self) -> dict[str, ops.Digest]:
+        """Name → digest of every tensor."""
+        for digest in self._on_device.values():
+            self._found |= {name: found for name, found, _ in digest.results()}
+        self._on_device.clear()
+        return self._found
+
+
+def digests_of(pairs: Sequence[tuple[str, torch.Tensor]]) -> list[ops.Digest]:
+    """The digest of each tensor, in order; all are on one device."""
+    digests = Digests()
+    digests.add(pairs)
+    found = digests.results()
     return [found[name] for name, _ in pairs]
 
 

@@ -29,7 +29,7 @@ from vllm.inflight.trainer.deltas.delta import (
     batch_bytes,
 )
 from vllm.inflight.trainer.deltas.published import SCRUB_EVERY, KeptScrubs, note_damage
-from vllm.inflight.trainer.sources.shards import Box, OwnShard
+from vllm.inflight.trainer.sources.shards import Box, OwnShard, shard_digests
 from vllm.inflight.update import TensorSpec
 
 Sizes = list[tuple[int, int]]
@@ -98,7 +98,7 @@ class ShardSearch:
         self.parts = []
         boxes = {one.name: (one.tensor.dtype, one.box) for one in shards}
         if boxes != self._boxes:
-            return ShardReport(boxes, {one.name: one.digest() for one in shards})
+            return ShardReport(boxes, shard_digests(shards))
         # Differences, since rank 0 has no old bits to go with other ones.
         encoder = Encoder(values="difference")
         report = ShardReport(changed=[])
@@ -108,18 +108,18 @@ class ShardSearch:
         for batch in _batches(own, batch_bytes(self._device)):
             pairs = [(self._kept[one.name], self._here(one)) for one in batch]
             made = list(encoder.add_all(len(report.changed), pairs))
-            for one, has_changed in zip(batch, encoder.have_changed, strict=True):
-                if has_changed:
-                    report.changed.append(one.name)
-                    # Of the shard itself, and not worked out from the kept one.
-                    report.digests[one.name] = one.digest()
+            has_changed = encoder.have_changed
+            changed = [one for one, has in zip(batch, has_changed, strict=True) if has]
+            report.changed += [one.name for one in changed]
+            # Of the shards themselves, and not worked out from the kept ones.
+            report.digests |= shard_digests(changed)
             self.parts += made
             num_bytes += sum(part.num_bytes for part in made)
             num_compared += sum(old.nbytes for old, _ in pairs)
             left = left[len(batch) :]
             is_dear = num_bytes >= WHOLE_FROM * num_compared
             if policy == "auto" and is_dear and num_compared >= LOOKED_AT_BYTES:
-                report.digests |= {one.name: one.digest() for one in left}
+                report.digests |= shard_digests(left)
                 report.changed, self.parts = None, []
                 return report
         self.parts += encoder.finish()
@@ -214,12 +214,13 @@ class ShardSearch:
 
     def _damaged(self, shards: Iterable[OwnShard]) -> list[str]:
         """Names of kept shards whose content is no longer that of their digest."""
-        return [
-            one.name
+        kept = (
+            replace(one, tensor=self._kept[one.name])
             for one in shards
-            if (kept := self._kept.get(one.name)) is not None
-            and replace(one, tensor=kept).digest() != self._digests[one.name]
-        ]
+            if one.name in self._kept
+        )
+        found = shard_digests(kept)
+        return [name for name, each in found.items() if each != self._digests[name]]
 
     def forget(self) -> None:
         """Start from no version: another one than the kept one may be served."""

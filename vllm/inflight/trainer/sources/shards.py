@@ -6,6 +6,7 @@ boxes, along any dimension and of uneven sizes. Several ranks may have the same 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from vllm.inflight import ops
 from vllm.inflight.errors import ConfigError
 from vllm.inflight.ops import INTEGERS
+from vllm.inflight.ops.gpu_digest import PAGE_BYTES, GpuDigest
 from vllm.inflight.ops.reference import row_major
 
 DIGEST_ELEMENTS = 1 << 24
@@ -49,17 +51,7 @@ class Box:
 
     def places(self, own: torch.Tensor) -> torch.Tensor:
         """Numbers in the whole tensor of elements that have these in the shard."""
-        strides = row_major(self.shape)
-        start = sum(at * by for at, by in zip(self.offset, strides, strict=True))
-        # (size, stride): dimensions of more than one element. Neighbours are joined
-        # where the shard has all of the inner one, so cuts of dimension 0 have one run.
-        runs: list[tuple[int, int]] = []
-        for size, stride in zip(self.size, strides, strict=True):
-            if size == 1:
-                continue
-            if runs and runs[-1][1] == size * stride:
-                size *= runs.pop()[0]
-            runs.append((size, stride))
+        runs, start = self.runs()
         if runs in ([], [(self.numel, 1)]):
             return own + start
         found, inner = torch.full_like(own, start), self.numel
@@ -67,6 +59,23 @@ class Box:
             inner //= size
             found += own // inner % size * stride
         return found
+
+    def runs(self) -> tuple[list[tuple[int, int]], int]:
+        """(size, stride) of each dimension of more than one element; the first element.
+
+        Neighbours are joined where the shard has all of the inner one, so cuts of
+        dimension 0 have one run.
+        """
+        strides = row_major(self.shape)
+        start = sum(at * by for at, by in zip(self.offset, strides, strict=True))
+        runs: list[tuple[int, int]] = []
+        for size, stride in zip(self.size, strides, strict=True):
+            if size == 1:
+                continue
+            if runs and runs[-1][1] == size * stride:
+                size *= runs.pop()[0]
+            runs.append((size, stride))
+        return runs, start
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,14 +87,23 @@ class OwnShard:
     """Detached, on the trainer's device."""
     box: Box
 
-    def digest(self) -> ops.Digest:
-        """What the shard adds to the digest of its tensor."""
-        if self.tensor.device.type == "cpu":
-            return ops.digest_slice(self.tensor, self.box.shape, self.box.offset)
-        return self.digest_by_changes()
+    @property
+    def first_byte(self) -> int | None:
+        """Number of its first byte in the tensor, if its elements are a run there.
+
+        None, if they are none, or if the kernel for runs cannot begin there.
+        """
+        runs, start = self.box.runs()
+        width = self.tensor.element_size()
+        is_run = runs in ([], [(self.box.numel, 1)])
+        fits = (start + self.box.numel) * width <= PAGE_BYTES
+        return start * width if is_run and fits and start * width % 8 == 0 else None
 
     def digest_by_changes(self) -> ops.Digest:
-        """The same, by the kernel for changes: the fast one on a GPU."""
+        """What the shard adds to the digest of its tensor, by the kernel for changes.
+
+        A run of elements has a faster kernel on a GPU; see `shard_digests`.
+        """
         tensor, box = self.tensor, self.box
         width = tensor.element_size()
         bits = tensor.contiguous().view(-1).view(INTEGERS[width])
@@ -100,6 +118,30 @@ class OwnShard:
             places = box.places(own)
             total += ops.digest_of_changes(places, zeros, some, width)
         return total
+
+
+def shard_digests(shards: Iterable[OwnShard]) -> dict[str, ops.Digest]:
+    """Name → what the shard adds to the digest of its tensor.
+
+    Of runs on a GPU, the host waits once for all.
+    """
+    found: dict[str, ops.Digest] = {}
+    runs: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
+    first_bytes: dict[str, int] = {}
+    for one in shards:
+        tensor, first_byte = one.tensor, one.first_byte
+        if tensor.device.type == "cpu":
+            found[one.name] = ops.digest_slice(tensor, one.box.shape, one.box.offset)
+        elif first_byte is None:
+            found[one.name] = one.digest_by_changes()
+        else:
+            runs.setdefault(tensor.device, []).append((one.name, tensor))
+            first_bytes[one.name] = first_byte
+    for device, pairs in runs.items():
+        on_gpu = GpuDigest(device, {})
+        on_gpu.add(pairs, first_bytes)
+        found |= {name: digest for name, digest, _ in on_gpu.results()}
+    return found
 
 
 def own_shard(name: str, tensor: torch.Tensor) -> OwnShard | None:

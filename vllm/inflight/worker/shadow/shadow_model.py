@@ -317,8 +317,10 @@ class ShadowModel:
     @property
     def nbytes(self) -> int:
         """Bytes of all parameters of one model."""
-        if self.module is None:
-            return 0
+        return 0 if self.module is None else self._num_bytes
+
+    @functools.cached_property
+    def _num_bytes(self) -> int:
         return sum(
             shape.numel() * getattr(torch, self.dtypes[name]).itemsize
             for name, shape in self.required.items()
@@ -529,7 +531,10 @@ class ShadowModel:
     def reset(self) -> None:
         """Leave a load that did not end, so that the next one starts clean."""
         assert self.module is not None
-        layerwise_reload.leave(self.module)
+        # No walk over all layers: where parameters are shadow parameters, a load puts
+        # the quantised layers alone aside.
+        for part in parameters.reloaded(self.module):
+            layerwise_reload.leave(part)
 
     def _drop_added(self) -> None:
         """Remove parameters that a loader added in a rejected update.

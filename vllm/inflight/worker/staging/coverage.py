@@ -78,8 +78,7 @@ class Coverage:
         self._device = device
         self._stale = stale
         self._quantised = quantised
-        self.fills = {n: Fill(shape.numel()) for n, shape in required.items()}
-        """What has been written of each parameter."""
+        self._required = required
         self.begun: set[str] = set()
         """Parameters whose loader was called, whatever it wrote, and those that a
         method of a worker extension has written itself."""
@@ -109,7 +108,23 @@ class Coverage:
     @property
     def is_whole(self) -> bool:
         """Whether every parameter got something, a drafter's parameters included."""
-        return self.begun >= self.fills.keys()
+        return self.begun >= self._required.keys()
+
+    @functools.cached_property
+    def fills(self) -> dict[str, Fill]:
+        """What has been written of each parameter.
+
+        Made when it is first needed: a delta that is written element by element goes
+        past all loaders.
+        """
+        return {n: Fill(shape.numel()) for n, shape in self._required.items()}
+
+    def tally(self) -> dict[str, int]:
+        """The tally of all parameters."""
+        if "fills" in vars(self):
+            return tally(self.fills)
+        num_empty = [*map(torch.Size.numel, self._required.values())].count(0)
+        return {"total": len(self._required), "begun": 0, "complete": num_empty}
 
     def due(self, manifest: Manifest) -> set[str]:
         """The parameters that an update has to fill.
@@ -479,7 +494,6 @@ def tally(fills: Mapping[str, Fill]) -> dict[str, int]:
     Cheap enough for every chunk: elements that are written twice count twice, and only
     the final check looks closer.
     """
-    # A delta writes past the loaders: no parameter has a view then.
     num_empty = [fill.numel for fill in fills.values() if not fill.views].count(0)
     written = [
         (fill.numel, sum(fill.views.values())) for fill in fills.values() if fill.views

@@ -647,11 +647,10 @@ class UpdateLoader:
         if not self.is_delta or self._served is None:
             return announced
         facts = self._served.facts
-        forms = {n: facts[n][:2] for n in announced.keys() & facts.keys()}
         return {
             name: spec
             for name, spec in announced.items()
-            if name not in forms or forms[name] != (spec.dtype, spec.shape)
+            if (fact := facts.get(name)) is None or fact[:2] != (spec.dtype, spec.shape)
         }
 
     def foresee_files(

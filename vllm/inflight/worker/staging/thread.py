@@ -150,10 +150,11 @@ class StagingThread(Background):
                 self._stager.staging_stream(),
                 self._pace.settled(),
             ):
+                is_near = True
                 while not self._is_cancelled():
-                    try:
-                        command = self._commands.get(timeout=POLL_S)
-                    except queue.Empty:
+                    command = self._next(is_near=is_near)
+                    is_near = command is not None
+                    if command is None:
                         continue
                     with beside_decoding(), resting_by(self._take_break):
                         self._carry_out(command)
@@ -171,6 +172,21 @@ class StagingThread(Background):
         finally:
             self._intake = None  # the two hold each other, and what came
             self._shadow.take_processed = None
+
+    def _next(self, *, is_near: bool) -> messages.Command | None:
+        """The next command; None if none comes within `POLL_S`.
+
+        Args:
+            is_near: whether it may come at once, as after the start and after another
+                one. Then a thread that decodes hands the interpreter over as soon as
+                during a command; else the command begins milliseconds later.
+
+        """
+        with beside_decoding() if is_near else nullcontext():
+            try:
+                return self._commands.get(timeout=POLL_S)
+            except queue.Empty:
+                return None
 
     # ----------------------------------------------------------------- commands
     def _carry_out(self, command: messages.Command) -> None:
@@ -334,7 +350,7 @@ class StagingThread(Background):
         # Told that we have it, a trainer may write over memory that we share with it.
         self._stager.drain()
         self._intake.require_taken()
-        parameters = tally(self._intake.coverage.fills)
+        parameters = self._intake.coverage.tally()
         self._status = replace(self._status, parameters=parameters)
 
     def _call_extension(self, command: messages.CallExtension) -> None:
