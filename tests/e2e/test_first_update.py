@@ -43,6 +43,7 @@ from tests.support.models.tiny_drafters import (
     make_drafter,
     make_mtp,
 )
+from tests.support.waiting import until
 from vllm.inflight.errors import WeightsMismatch
 from vllm.inflight.trainer import Publisher
 from vllm.inflight.worker.staging.loader import UpdateLoader
@@ -119,6 +120,17 @@ def test_the_first_update_of_a_family_is_replayed_and_equals_a_fresh_engine(
     # No later update replays more than the first one did.
     assert shadow_of(llm).plan.num_proved == num_proved
     assert len(loaded) == 2 * num_loaded
+
+
+def test_the_first_version_is_read_back_unasked(
+    start: Callable[..., Any], old: Path, new: Path
+) -> None:
+    """It is the first one that a replay has made."""
+    llm = engine(start, old)
+    assert llm.weight_info()["scrub"] is None
+    llm.update_weights_from_disk(str(new), "new")
+    until(lambda: llm.weight_info()["scrub"] is not None)
+    assert llm.weight_info()["scrub"]["result"] == "equal"
 
 
 def test_a_first_subset_is_replayed_beside_what_is_served(
