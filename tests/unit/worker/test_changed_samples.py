@@ -14,7 +14,6 @@ from tests.support.deltas import (
 from tests.support.triton_compiler import compile_for_gpu, succeeds
 from vllm.inflight import ops
 from vllm.inflight.delta import decode
-from vllm.inflight.delta.device_decode import Launches
 from vllm.inflight.worker.delta.changed_samples import ChangedSamples
 from vllm.inflight.worker.verify.drift import SIZE, Sampler, Samples, drift
 
@@ -59,9 +58,7 @@ def written(old: Weights, new: Weights, kept: Samples, *, by_kernel: bool) -> Sa
         part.check([len(t) for t in old.values()], [t.itemsize for t in old.values()])
         changes = decode(part)
         if by_kernel:
-            launches = Launches(torch.device("cpu"))
-            made.write(changes, launches)
-            launches.run()
+            made.write(changes)
         else:
             for each in changes:
                 made.write_on_host(each)

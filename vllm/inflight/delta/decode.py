@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,9 +12,6 @@ from numpy.typing import NDArray
 from vllm.inflight.delta.part import Part, Rows, ValueForm
 from vllm.inflight.errors import Malformed
 from vllm.inflight.ops import INTEGERS, native_core
-
-if TYPE_CHECKING:
-    from vllm.inflight.delta.device_decode import Launches
 
 Numbers = NDArray[np.int64]
 
@@ -118,9 +114,7 @@ def decode(part: Part, *, num_threads: int = 1) -> DecodedPart:
     return decoded
 
 
-def decode_unproved(
-    part: Part, *, num_threads: int = 1, launches: Launches | None = None
-) -> DecodedPart:
+def decode_unproved(part: Part, *, num_threads: int = 1) -> DecodedPart:
     """Decode all of a part; on a GPU, do not wait for it.
 
     If the data is malformed, a place may be any number, until `require_sound` tells.
@@ -128,7 +122,6 @@ def decode_unproved(
     Args:
         part: as in `decode`.
         num_threads: as in `decode`.
-        launches: if given, the part is decoded by kernels, when these are run.
 
     Raises:
         Malformed: on the host, the message names the row, and what is wrong with it.
@@ -136,19 +129,14 @@ def decode_unproved(
     """
     rows, data = part.rows, part.plain_data()
     decoded = DecodedPart(rows, data.device)
-    if launches is None and data.device.type == "cpu":
+    if data.device.type == "cpu":
         _decode_native(part, data, decoded, num_threads)
-        return decoded
-    from vllm.inflight.delta.device_decode import Launches, decode_rows
+    else:
+        from vllm.inflight.delta.device_decode import decode_rows
 
-    own = Launches(data.device) if launches is None else launches
-
-    def keep(fault: torch.Tensor) -> None:
-        decoded.fault = fault
-
-    decode_rows(rows, data, decoded.slots, decoded.places, decoded.bits, own, keep)
-    if launches is None:
-        own.run()
+        decoded.fault = decode_rows(
+            rows, data, decoded.slots, decoded.places, decoded.bits
+        )
     return decoded
 
 
