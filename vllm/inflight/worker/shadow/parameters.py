@@ -110,8 +110,7 @@ def make_hollow(
 def lent_memory(
     module: torch.nn.Module, names: set[str], device: torch.device
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Context: these parameters of a tree have memory on this device, or none on
-    `meta`.
+    """Context: these parameters of a tree on `meta` have memory on a device.
 
     What is written there is lost at the end.
     """
