@@ -17,7 +17,9 @@ from tests.support.gpu_lanes.jobs import ROOT, Job
 MARK = "GPU_LANE"  # the variable of the environment that has a job's mark
 FRESH = 'rm -f "$OUT".*; mkdir -p "$OUT"; exec > "$OUT.log" 2>&1 < /dev/null'
 PYTEST = (
-    '"$PYTHON" -m pytest -v -m gpu -p no:cacheprovider -o faulthandler_timeout=420 '
+    # pytest-benchmark warns of lanes that look like those of xdist.
+    '"$PYTHON" -m pytest -v -m gpu -p no:cacheprovider -p no:benchmark '
+    "-o faulthandler_timeout=420 "
     "-p tests.support.gpu_lanes.plugin "
     '--lines="$OUT.jsonl" --junitxml="$OUT.xml" --passed="$PASSED"'
 )
