@@ -1,7 +1,7 @@
 """On a GPU: an adopted method copies into shadow parameters in the arena itself.
 
 There parameters stay where they are, so a copy is made as the method makes it, on any
-stream. Not yet run on a GPU.
+stream.
 """
 
 from pathlib import Path

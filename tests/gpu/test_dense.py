@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.support.deltas import random_bits, scattered, with_changes
+from tests.unit.worker.test_dense import logged
 from vllm.inflight import ops
 from vllm.inflight.worker.delta import dense
 from vllm.inflight.worker.delta.destinations import KnownDestinations
@@ -66,15 +67,6 @@ def entries(live: dict[str, torch.Tensor]) -> dict[str, Entry]:
             (100, 64), dtype, ("padded", lambda p: p[:100], same), zeros=[zeroed]
         ),
     }
-
-
-def logged(log: ChangeLog) -> dict[str, list[tuple[int, int]]]:
-    """Offsets and bits of each parameter, in order."""
-    found: dict[str, list[tuple[int, int]]] = {}
-    for stretch in log.entries.stretches:
-        pairs = zip(stretch.offsets.tolist(), stretch.bits.tolist(), strict=True)
-        found.setdefault(stretch.param, []).extend(pairs)
-    return {param: sorted(pairs) for param, pairs in found.items()}
 
 
 def both(dtype, share) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

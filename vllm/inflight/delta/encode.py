@@ -105,7 +105,7 @@ class Encoder:
         """Whether the tensor that was added last has a changed element. If it has none,
         the next tensor may have its number."""
         self.have_changed: list[bool] = []
-        """The same of each tensor of the last call of `add_all`."""
+        """The same of each tensor of the last call of `add_all` or `add_found`."""
 
     def add(self, number: int, old: torch.Tensor, new: torch.Tensor) -> Iterator[Part]:
         """Encode the changes of one tensor.
