@@ -24,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.machine import facts
 from vllm.inflight.delta import Encoder
 from vllm.inflight.delta.decode import decode_unproved
+from vllm.inflight.delta.device_decode import Launches
 from vllm.inflight.trainer.deltas import delta
 from vllm.inflight.trainer.deltas.published import PublishedVersion, digests_of
 from vllm.inflight.update import TensorSpec
@@ -134,13 +135,13 @@ def measure(gib: float, share: float) -> dict[str, Any]:
         if isinstance(target, ChangeLog):
             target.clear()
         writer = DeviceWriter(device, live, target, Targets.of(places))
+        launches = Launches(device)
         for each in decoded:
-            writer.write(each, logs.append)
+            writer.write(each, logs.append, launches)
+            launches.run()
 
     found["write into the shadow weights"] = timed(lambda: write(shadow))
-    found["copy logged elements"] = timed(
-        lambda: [copy_elements(each, live, shadow) for each in logs]
-    )
+    found["copy logged elements"] = timed(lambda: copy_elements(logs, live, shadow))
     logs.clear()
     shadow.clear()
     log = ChangeLog(device, int(gib * (1 << 30) * max(share * 4, 0.01)))

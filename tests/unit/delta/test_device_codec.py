@@ -80,12 +80,15 @@ def taken(coder, limit=delta.MAX_PART_BYTES):
 
 def device_decode(part):
     """(places, bits) of each block, as the device decodes them."""
-    from vllm.inflight.delta.device_decode import decode_rows, require_none
+    from vllm.inflight.delta.device_decode import Launches, decode_rows, require_none
 
     room = DecodedPart(part.rows, torch.device("cpu"))
     room.places.fill_(-1)
     buffers = room.places, room.bits
-    require_none([decode_rows(part.rows, part.data, room.slots, *buffers)])
+    launches, faults = Launches(torch.device("cpu")), []
+    decode_rows(part.rows, part.data, room.slots, *buffers, launches, faults.append)
+    launches.run()
+    require_none(faults)
     for block, (place, byte) in zip(part.blocks(), room.slots.tolist(), strict=True):
         own = room.bits[byte : byte + block.width * block.num_entries]
         yield (

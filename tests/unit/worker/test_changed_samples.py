@@ -14,6 +14,7 @@ from tests.support.deltas import (
 from tests.support.triton_compiler import compile_for_gpu, succeeds
 from vllm.inflight import ops
 from vllm.inflight.delta import decode
+from vllm.inflight.delta.device_decode import Launches
 from vllm.inflight.worker.delta.changed_samples import ChangedSamples
 from vllm.inflight.worker.verify.drift import SIZE, Sampler, Samples, drift
 
@@ -58,7 +59,9 @@ def written(old: Weights, new: Weights, kept: Samples, *, by_kernel: bool) -> Sa
         part.check([len(t) for t in old.values()], [t.itemsize for t in old.values()])
         changes = decode(part)
         if by_kernel:
-            made.write(changes)
+            launches = Launches(torch.device("cpu"))
+            made.write(changes, launches)
+            launches.run()
         else:
             for each in changes:
                 made.write_on_host(each)

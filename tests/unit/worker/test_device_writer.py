@@ -1,6 +1,5 @@
 """The kernels that write a delta agree with torch; Triton's interpreter runs them."""
 
-import sys
 from itertools import product
 
 import numpy as np
@@ -12,7 +11,9 @@ from tests.support.shadow_on_host import shows, version
 from tests.support.triton_compiler import compile_for_gpu, succeeds
 from tests.unit.worker.test_delta_writer import delta, samples_of, started, stepped
 from vllm.inflight import ops
-from vllm.inflight.delta import Encoder, decode
+from vllm.inflight.delta import Encoder
+from vllm.inflight.delta.decode import decode_unproved, require_sound
+from vllm.inflight.delta.device_decode import Launches
 from vllm.inflight.errors import Malformed
 from vllm.inflight.worker.delta.destinations import Destinations
 from vllm.inflight.worker.delta.device_writer import DeviceWriter, copy_elements, warm
@@ -86,7 +87,6 @@ def check() -> None:
         parts += encoder.add(number, old[name], new[name])
     (part,) = [*parts, *encoder.finish()]
     part.check([t.numel() for t in old.values()], [t.itemsize for t in old.values()])
-    changes = decode(part)
     places = [
         entry(old[name], copied(old[name], param, part_of, view))
         for name, (param, part_of, view) in views.items()
@@ -102,7 +102,11 @@ def check() -> None:
         assert (log.offsets == -1).all()
         logs.append(log)
 
-    writer.write(changes, note)
+    launches = Launches(CPU)
+    changes = decode_unproved(part, launches=launches)
+    writer.write(changes, note, launches)
+    launches.run()
+    require_sound([changes.fault])
     (log,) = logs
     expected = {name: param.clone() for name, param in live.items()}
     of_view = {
@@ -132,20 +136,27 @@ def check() -> None:
         now = new[name][HERE.get(name, ...)]
         is_bad = ~now.float().isfinite() & differ
         assert bad == int(is_bad.sum()), (name, bad)
-    check_logged(changes, places, live, expected, writer.results().tolist())
+    check_logged(part, places, live, expected, writer.results().tolist())
     # After a flip the other set is brought up by the log.
-    copy_elements(log, shadow, live)
+    some = {"qkv", "norm"}
+    logs = [log.without(some), log.without(log.params - some)]
+    assert copy_elements(logs, shadow, live) == log.num_bytes
     for name, param in expected.items():
         bits = ops.INTEGERS[param.itemsize]
         assert torch.equal(elements(live[name], bits), elements(param, bits)), name
 
 
-def check_logged(changes, places, live, expected, results) -> None:
+def check_logged(part, places, live, expected, results) -> None:
     """With delta staging the same goes into a log, and nothing is written yet."""
     before = {name: param.clone() for name, param in live.items()}
     log = ChangeLog(CPU, 1 << 20)
     writer = DeviceWriter(CPU, live, log, Targets.of(places))
-    writer.write(changes, note=None)
+    launches = Launches(CPU)
+    # Where a tensor is cut, the places are needed before: they are decoded here then.
+    changes = decode_unproved(part, launches=launches)
+    writer.write(changes, None, launches)
+    launches.run()
+    require_sound([changes.fault])
     assert writer.results().tolist() == results
     # No room is taken by what other ranks serve.
     assert log.num_elements == sum(num for *_, num in results)
@@ -157,7 +168,7 @@ def check_logged(changes, places, live, expected, results) -> None:
         bits = ops.INTEGERS[param.itemsize]
         assert torch.equal(elements(before[name], bits), elements(param, bits)), name
     small = ChangeLog(CPU, 1 << 10)
-    DeviceWriter(CPU, live, small, Targets.of(places)).write(changes, None)
+    DeviceWriter(CPU, live, small, Targets.of(places)).write(changes, None, launches)
     assert small.num_bytes == log.num_bytes
     assert not small.has_room
 
@@ -177,23 +188,8 @@ def compile_kernels() -> None:
             compile_for_gpu(kernels._write, tables | sums, [*constants, *own])
 
 
-def decode_with_kernels() -> None:
-    """Have parts on the host decoded as on a GPU, in this process."""
-    from vllm.inflight.delta import device_decode
-
-    # The package has a function of the module's name.
-    decoding = sys.modules["vllm.inflight.delta.decode"]
-
-    def on_device(part, data, decoded, num_threads):
-        slots = decoded.slots, decoded.places, decoded.bits
-        decoded.fault = device_decode.decode_rows(part.rows, data, *slots)
-
-    decoding._decode_native = on_device
-
-
 def staged() -> None:
     """A chain of deltas, written by the kernels into shadow weights of the host."""
-    decode_with_kernels()
 
     class OnDevice(DeltaWriter):
         def begin(self):
@@ -238,7 +234,6 @@ def warmed() -> None:
 
         setattr(module, name, run)
     names.append("write flat")
-    decode_with_kernels()
     warm(CPU, {torch.bfloat16, torch.float32, torch.float8_e4m3fn})
     assert sorted(ran) == sorted(names * 3)
     ran.clear()

@@ -3,10 +3,20 @@
 import gc
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from vllm.inflight.worker.verify.drift import SIZE, Sampler, drift
+from tests.support.triton_compiler import compile_for_gpu, succeeds
+from vllm.inflight.worker.verify.drift import (
+    OF_KERNEL,
+    SIZE,
+    Sampler,
+    drift,
+    squares_by_kernel,
+    squares_by_torch,
+    warm,
+)
 
 LARGE, SMALL = "model.layers.0.mlp.up_proj.weight", "model.layers.0.norm.weight"
 OTHER, TOP = "model.layers.11.norm.weight", "model.norm.weight"
@@ -188,3 +198,63 @@ def test_samples_of_many_tensors_are_few_objects_for_garbage_collection():
     gc.collect()
     assert len(gc.get_objects()) - before < 100
     assert len(taken.places) == 3000
+
+
+def by_kernel() -> None:
+    """Runs where TRITON_INTERPRET was set before Triton was imported."""
+    random = torch.Generator().manual_seed(0)
+    kinds = []
+    for dtype in OF_KERNEL:
+        for size in (1, 64, 1000, SIZE):
+            old, new = (
+                torch.randn(9, size, generator=random).to(dtype) for _ in range(2)
+            )
+            rows = np.array([0, 1, 2, 7]), np.array([3, 8, 0, 1])
+            kinds.append((old, new, *rows))
+    kinds[-1][1][0, 5] = torch.nan
+    found, expected = squares_by_kernel(kinds), squares_by_torch(kinds)
+    assert found.shape == (2, 4 * len(kinds)) and found.isnan().sum() == 1
+    torch.testing.assert_close(
+        found.double(), expected, rtol=1e-5, atol=0, equal_nan=True
+    )
+
+
+def compile_kernel() -> None:
+    """Compile the kernel for a GPU that need not be there."""
+    from vllm.inflight.worker.verify import triton_kernels as kernels
+
+    assert kernels.NUMBERS.keys() == set(OF_KERNEL)
+    for number in kernels.NUMBERS.values():
+        constants = [("NUMBER", number), ("BLOCK", kernels.BLOCK)]
+        tables = {"rows": "*i64", "found": "*fp32", "num": "i32"}
+        compile_for_gpu(kernels._squares, tables, constants)
+
+
+def warmed() -> None:
+    """Warming runs the kernel for every dtype that it compares."""
+    from vllm.inflight.worker.verify import drift as module
+    from vllm.inflight.worker.verify import triton_kernels as kernels
+
+    ran, real = [], kernels.squares
+
+    def run(rows, found, dtype):
+        ran.append(dtype)
+        real(rows, found, dtype)
+
+    kernels.squares = run
+    module._has_kernel = lambda old, new: True
+    warm(torch.device("cpu"))
+    assert tuple(ran) == OF_KERNEL
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("check", [by_kernel, warmed])
+def test_the_kernel_finds_the_squares_that_torch_finds(check):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    succeeds(f"{__name__}:{check.__name__}")
+
+
+@pytest.mark.seconds
+def test_the_kernel_compiles_for_a_gpu(tmp_path):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    succeeds(f"{__name__}:compile_kernel", tmp_path)

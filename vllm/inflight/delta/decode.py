@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,6 +13,9 @@ from numpy.typing import NDArray
 from vllm.inflight.delta.part import Part, Rows, ValueForm
 from vllm.inflight.errors import Malformed
 from vllm.inflight.ops import INTEGERS, native_core
+
+if TYPE_CHECKING:
+    from vllm.inflight.delta.device_decode import Launches
 
 Numbers = NDArray[np.int64]
 
@@ -114,7 +118,9 @@ def decode(part: Part, *, num_threads: int = 1) -> DecodedPart:
     return decoded
 
 
-def decode_unproved(part: Part, *, num_threads: int = 1) -> DecodedPart:
+def decode_unproved(
+    part: Part, *, num_threads: int = 1, launches: Launches | None = None
+) -> DecodedPart:
     """Decode all of a part; on a GPU, do not wait for it.
 
     If the data is malformed, a place may be any number, until `require_sound` tells.
@@ -122,6 +128,7 @@ def decode_unproved(part: Part, *, num_threads: int = 1) -> DecodedPart:
     Args:
         part: as in `decode`.
         num_threads: as in `decode`.
+        launches: if given, the part is decoded by kernels, when these are run.
 
     Raises:
         Malformed: on the host, the message names the row, and what is wrong with it.
@@ -129,14 +136,19 @@ def decode_unproved(part: Part, *, num_threads: int = 1) -> DecodedPart:
     """
     rows, data = part.rows, part.plain_data()
     decoded = DecodedPart(rows, data.device)
-    if data.device.type == "cpu":
+    if launches is None and data.device.type == "cpu":
         _decode_native(part, data, decoded, num_threads)
-    else:
-        from vllm.inflight.delta.device_decode import decode_rows
+        return decoded
+    from vllm.inflight.delta.device_decode import Launches, decode_rows
 
-        decoded.fault = decode_rows(
-            rows, data, decoded.slots, decoded.places, decoded.bits
-        )
+    own = Launches(data.device) if launches is None else launches
+
+    def keep(fault: torch.Tensor) -> None:
+        decoded.fault = fault
+
+    decode_rows(rows, data, decoded.slots, decoded.places, decoded.bits, own, keep)
+    if launches is None:
+        own.run()
     return decoded
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -13,6 +13,85 @@ from vllm.inflight.delta.part import CHUNK_CODES, PlaceForm, Rows
 
 Table = NDArray[np.int64]
 
+Launch = Callable[..., None]
+"""Launches a kernel, given its table and maybe the row of each program."""
+
+
+class Launches:
+    """Launches of kernels whose tables travel to the GPU in one copy.
+
+    A call of the driver takes longer than to fill the memory. And at each call of torch
+    another thread may take the interpreter's lock.
+
+    Args:
+        device: the GPU.
+
+    Attributes:
+        held: memory that the tables refer to, kept until the launches are run. Later
+            work of the same stream alone gets it then.
+
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.held: list[torch.Tensor] = []
+        self._tables: list[Table] = []
+        self._owners: list[NDArray[np.int32]] = []
+        self._launches: list[tuple[Launch, bool]] = []
+        """Each launch, and whether it takes the row of each program."""
+
+    def add(self, table: Table, launch: Launch) -> None:
+        """Add a launch that takes a table; `launch` gets it on the GPU, and flat."""
+        self._tables.append(table.reshape(-1))
+        self._launches.append((launch, False))
+
+    def add_programs(
+        self, table: Table, column: int, counts: Table, launch: Launch
+    ) -> None:
+        """Add a launch of several programs for each row of a table.
+
+        Args:
+            table: its `column` gets the number of each row's first program.
+            column: of the first program.
+            counts: programs of each row.
+            launch: gets the table on the GPU, flat, and the row of each program; int32.
+
+        """
+        self._owners.append(_owners(table, column, counts))
+        self._tables.append(table.reshape(-1))
+        self._launches.append((launch, True))
+
+    def run(self) -> None:
+        """Copy the tables, and launch what was added, in its order.
+
+        The host does not wait for what the GPU does before.
+        """
+        launches, self._launches = self._launches, []
+        if not launches:
+            return
+        tables, self._tables = self._tables, []
+        owners, self._owners = self._owners, []
+        sizes = [len(table) for table in tables]
+        num, programs = sum(sizes), [len(each) for each in owners]
+        num_words = num + -(-sum(programs) // 2)
+        is_pinned = self._device.type != "cpu"
+        host = torch.empty(
+            num_words, dtype=torch.int64, device="cpu", pin_memory=is_pinned
+        )
+        words = host.numpy()
+        np.concatenate(tables, out=words[:num])
+        if owners:
+            own = words[num:].view(np.int32)
+            np.concatenate(owners, out=own[: sum(programs)])
+        here = host.to(self._device, non_blocking=True) if is_pinned else host
+        *on_device, rest = torch.split_with_sizes(here, [*sizes, num_words - num])
+        # The last element is one too many where the number of programs is odd.
+        programs.append(2 * (num_words - num) - sum(programs))
+        rows_of = iter(torch.split_with_sizes(rest.view(torch.int32), programs))
+        for (launch, takes_owners), table in zip(launches, on_device, strict=True):
+            launch(table, next(rows_of)) if takes_owners else launch(table)
+        self.held.clear()
+
 
 def decode_rows(
     rows: Rows,
@@ -20,8 +99,10 @@ def decode_rows(
     slots: Table,
     places: torch.Tensor,
     bits: torch.Tensor,
-) -> torch.Tensor:
-    """Decode the blocks of a checked table, and do not wait for it.
+    launches: Launches,
+    keep: Callable[[torch.Tensor], None],
+) -> None:
+    """Decode the blocks of a checked table, when the launches are run.
 
     Args:
         rows: the rows of the table.
@@ -29,41 +110,62 @@ def decode_rows(
         slots: for each row its first place in `places` and its first byte in `bits`.
         places: gets the places; int64.
         bits: gets the bits; uint8.
-
-    Returns:
-        what `require_none` reads: int64 on the GPU.
+        launches: the decoding is added to them.
+        keep: gets what `require_none` reads, int64 on the GPU, before the launch that
+            writes it.
 
     """
     from vllm.inflight.delta import triton_kernels as kernels
 
     if data.data_ptr() % 8:
         data = data.clone()
-    fault = torch.full((1,), kernels.NO_FAULT, dtype=torch.int64, device=data.device)
+    found: list[torch.Tensor] = []
+
+    def begin(fault: torch.Tensor) -> None:
+        found.append(fault)
+        keep(fault)
+
+    launches.add(np.array([kernels.NO_FAULT], dtype=np.int64), begin)
     table = _table(rows, slots)
     is_gaps = rows["form"] <= PlaceForm.GAPS16
     for width in np.unique(rows["width"]).tolist():
         own = rows["width"] == width
-        arguments = data, places, bits, fault, width
         if (gaps := own & is_gaps).any():
+
+            def of_gaps(
+                on_device: torch.Tensor, owners: torch.Tensor, width: int = width
+            ) -> None:
+                (fault,) = found
+                arguments = data, places, bits, fault, width
+                kernels.decode_gaps(on_device, owners, *arguments, CHUNK_CODES)
+
             chunks = -(-rows["num_codes"][gaps].astype(np.int64) // CHUNK_CODES)
-            on_device, owners = launch_table(table[gaps], 12, chunks, data.device)
-            kernels.decode_gaps(on_device, owners, *arguments, CHUNK_CODES)
+            launches.add_programs(table[gaps], 12, chunks, of_gaps)
         if (others := own & ~is_gaps).any():
+
+            def of_others(on_device: torch.Tensor, width: int = width) -> None:
+                (fault,) = found
+                kernels.decode_others(on_device, data, places, bits, fault, width)
+
             # One program for each block: they are few, or small.
-            kernels.decode_others(to_device(table[others], data.device), *arguments)
-    return fault
+            launches.add(table[others], of_others)
 
 
 def require_none(faults: Sequence[torch.Tensor]) -> None:
     """Raise `Malformed` for the first part with a fault; the host waits once.
 
     Args:
-        faults: of each part, what `decode_rows` returned.
+        faults: of each part, what `decode_rows` has kept.
 
     """
+    require_no_fault(torch.cat(list(faults)).tolist())
+
+
+def require_no_fault(numbers: Iterable[int]) -> None:
+    """The same, of what was read from the GPU."""
     from vllm.inflight.delta.triton_kernels import fault_of
 
-    for found in map(fault_of, torch.cat(list(faults)).tolist()):
+    for found in map(fault_of, numbers):
         reference.demand(found is None, *(found or (0, "")))
 
 
@@ -98,8 +200,7 @@ def launch_table(
         device: the GPU.
 
     """
-    table[:, column] = np.cumsum(counts) - counts
-    owners = np.repeat(np.arange(len(table), dtype=np.int32), counts)
+    owners = _owners(table, column, counts)
     # One copy for both: a call of the driver takes longer than to fill the memory.
     both = np.zeros(table.size + -(-len(owners) // 2), dtype=np.int64)
     both[: table.size] = table.ravel()
@@ -107,6 +208,12 @@ def launch_table(
     on_device = to_device(both, device)
     rest = on_device[table.size :].view(torch.int32)
     return on_device[: table.size].view(table.shape), rest[: len(owners)]
+
+
+def _owners(table: Table, column: int, counts: Table) -> NDArray[np.int32]:
+    """The row of each program; `column` of the table gets each row's first one."""
+    table[:, column] = np.cumsum(counts) - counts
+    return np.repeat(np.arange(len(table), dtype=np.int32), counts)
 
 
 def to_device(table: Table, device: torch.device) -> torch.Tensor:

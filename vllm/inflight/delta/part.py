@@ -130,6 +130,8 @@ class Part:
 
     def on(self, device: torch.device) -> Part:
         """The part with its data on a device, where it is decoded."""
+        if self.data.device == device:
+            return self
         moved = Part(self.table, self.data.to(device))
         moved._on_host = self._on_host
         return moved
@@ -138,8 +140,9 @@ class Part:
         """Check the table; `decode` checks the data that it describes.
 
         Args:
-            num_elements: elements of each tensor in the delta's list of names.
-            widths: bytes of an element of each tensor.
+            num_elements: elements of each tensor in the delta's list of names; arrays
+                of u64 need not be converted.
+            widths: bytes of an element of each tensor; likewise arrays of u8.
 
         Raises:
             Malformed: the message names the row, and what is wrong with it.
@@ -148,8 +151,8 @@ class Part:
         bring_tables([self])
         table, self._on_host = self._on_host, None
         assert table is not None
-        counts = array("Q", num_elements)
-        kinds = array("B", widths)
+        counts = _as_array("Q", num_elements)
+        kinds = _as_array("B", widths)
         if len(counts) != len(kinds):
             raise ValueError("every tensor needs a number of elements and a width")
         places = (array_address(counts), array_address(kinds), len(counts))
@@ -206,6 +209,12 @@ def bring_tables(parts: Sequence[Part]) -> None:
 def block_elements(limit: int, width: int) -> int:
     """Elements of a block: as many as fit into half a part, whatever changed."""
     return min(MAX_ELEMENTS, 1 << (limit // (2 * width)).bit_length() - 1)
+
+
+def _as_array(kind: str, numbers: Sequence[int]) -> array[int]:
+    """The numbers as an array of this type."""
+    is_one = isinstance(numbers, array) and numbers.typecode == kind
+    return numbers if is_one else array(kind, numbers)  # type: ignore[return-value]
 
 
 def array_address(values: array[int]) -> int:

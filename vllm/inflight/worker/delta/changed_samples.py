@@ -8,6 +8,7 @@ tensor has the sample of all of it, as it has after a whole version.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 from vllm.inflight import ops
 from vllm.inflight.delta import Changes
 from vllm.inflight.delta.decode import DecodedPart, Numbers
-from vllm.inflight.delta.device_decode import to_device
+from vllm.inflight.delta.device_decode import Launches
 from vllm.inflight.worker.verify.drift import NUM_RUNS, RUN, SIZE, Samples
 
 NOWHERE = -1, 0
@@ -47,13 +48,14 @@ class ChangedSamples:
         """From the beginning of a run to that of the next one. A short tensor is its
         own sample, as if its runs followed each other."""
 
-    def write(self, changes: DecodedPart) -> None:
-        """Write the changes of one part, on a GPU.
+    def write(self, changes: DecodedPart, launches: Launches) -> None:
+        """Write the changes of one part, on a GPU, when the launches are run.
 
         Places of malformed data may be any numbers. No other memory is written then.
         """
         from vllm.inflight.worker.delta import triton_kernels as kernels
 
+        launches.held += self._blocks
         numbers = changes.numbers
         rows = np.zeros((len(numbers), kernels.SAMPLE_COLUMNS), dtype=np.int64)
         rows[:, 0] = changes.places.data_ptr() + 8 * changes.first_places
@@ -64,7 +66,7 @@ class ChangedSamples:
         for width in np.unique(changes.widths).tolist():
             own = (changes.widths == width) & (self._widths[numbers] == width)
             if own.any():
-                kernels.sample(to_device(rows[own], changes.places.device), width)
+                launches.add(rows[own], functools.partial(kernels.sample, width=width))
 
     def write_on_host(self, changes: Changes) -> None:
         """Write the changes of one tensor, with torch."""

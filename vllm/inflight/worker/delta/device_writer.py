@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 
 from vllm.inflight import ops
-from vllm.inflight.delta import Encoder, Part, decode
-from vllm.inflight.delta.decode import DecodedPart, before
-from vllm.inflight.delta.device_decode import Table, launch_table
+from vllm.inflight.delta import Encoder, Part
+from vllm.inflight.delta.decode import (
+    DecodedPart,
+    before,
+    decode_unproved,
+    require_sound,
+)
+from vllm.inflight.delta.device_decode import (
+    Launches,
+    Table,
+    require_no_fault,
+)
 from vllm.inflight.worker.delta.changed_samples import ChangedSamples
 from vllm.inflight.worker.delta.destinations import Destinations, follow
 from vllm.inflight.worker.delta.targets import Targets
 from vllm.inflight.worker.replay_plan import Copied, Entry
+from vllm.inflight.worker.shadow.change_log import SUMS as LOG_SUMS
 from vllm.inflight.worker.shadow.change_log import ChangeLog
 from vllm.inflight.worker.shadow.changed_elements import ChangedElements, Stretch
 from vllm.inflight.worker.verify.drift import Sampler
@@ -57,7 +68,10 @@ class DeviceWriter:
         self._sums = torch.zeros(shape, dtype=torch.int64, device=device)
 
     def write(
-        self, changes: DecodedPart, note: Callable[[ChangedElements], None]
+        self,
+        changes: DecodedPart,
+        note: Callable[[ChangedElements], None],
+        launches: Launches,
     ) -> None:
         """Write these changes into the shadow parameters, or into the log.
 
@@ -65,6 +79,9 @@ class DeviceWriter:
             changes: of one part.
             note: called with the places of the elements, before the first is written
                 into a shadow parameter.
+            launches: the changes are decoded and written when these are run. Where a
+                tensor is cut over ranks, a log needs the places before: they are run
+                here then.
 
         """
         from vllm.inflight.worker.delta import triton_kernels as kernels
@@ -78,10 +95,10 @@ class DeviceWriter:
         rows[:, 1] = changes.bits.data_ptr() + changes.first_bytes[group]
         rows[:, 8] = changes.are_differences[group]
         log_sums: torch.Tensor | None = None
-        held: list[torch.Tensor] = []
-        """What the kernels read of other memory than that of the part."""
         if isinstance(self._shadow, ChangeLog):
-            held = self._only_own(changes, group, copy, rows, counts)
+            if self._targets.is_cut[copy].any():
+                launches.run()
+                launches.held += self._only_own(changes, group, copy, rows, counts)
             reserved = self._shadow.reserve_all(params, counts, widths)
             if reserved is None:
                 return  # the rest is counted all the same
@@ -100,9 +117,17 @@ class DeviceWriter:
         for width, is_flat in sorted(set(kinds)):
             own = (widths == width) & (are_flat == is_flat)
             num_programs = -(-counts[own] // kernels.BLOCK)
-            table = launch_table(rows[own], 6, num_programs, self._device)
-            kernels.write(*table, self._sums, width, log_sums, are_flat=is_flat)
-        del held  # later work of this stream alone gets that memory
+
+            def launch(
+                table: torch.Tensor,
+                owners: torch.Tensor,
+                kind: tuple[int, bool] = (width, is_flat),
+            ) -> None:
+                width, is_flat = kind
+                sums = self._sums, width, log_sums
+                kernels.write(table, owners, *sums, are_flat=is_flat)
+
+            launches.add_programs(rows[own], 6, num_programs, launch)
 
     def _only_own(
         self,
@@ -130,7 +155,7 @@ class DeviceWriter:
         """
         held: list[torch.Tensor] = []
         cut = np.flatnonzero(self._targets.is_cut[copy]).tolist()
-        groups = list(changes) if cut else []
+        groups = list(changes)
         for row in cut:
             copied, own = self._targets.copies[copy[row]], groups[group[row]]
             _, is_here = follow(own.places, copied.part, copied.view)
@@ -141,11 +166,29 @@ class DeviceWriter:
             held += [places, bits]
         return held
 
-    def results(self) -> Table:
-        """For each tensor: both halves of what its digest changes by, elements that
-        become NaN or Inf, and elements written; int64 [tensors, SUMS]."""
-        found: Table = self._sums.cpu().numpy()
-        return found
+    def results(self, faults: Sequence[torch.Tensor] = ()) -> Table:
+        """What the proof of the delta needs; the host waits once.
+
+        Args:
+            faults: of each part, `DecodedPart.fault`.
+
+        Returns:
+            for each tensor both halves of what its digest changes by, elements that
+            become NaN or Inf, and elements written; int64 [tensors, SUMS].
+
+        Raises:
+            Malformed: the data of a part is malformed.
+
+        """
+        log = self._shadow if isinstance(self._shadow, ChangeLog) else None
+        of_log = [] if log is None else [log.sums_on_device()]
+        read = torch.cat([*faults, *of_log, self._sums.view(-1)]).cpu().numpy()
+        require_no_fault(read[: len(faults)].tolist())
+        found: Table = read[len(faults) :]
+        if log is not None:
+            log.know(found[:LOG_SUMS].tolist())
+            found = found[LOG_SUMS:]
+        return found.reshape(self._sums.shape)
 
 
 def _addresses(params: Params, names: Sequence[str]) -> list[int]:
@@ -188,14 +231,17 @@ def warm(
         target = shadow if log is None else log
         writer = DeviceWriter(device, live, target, Targets.of(places))
         logs: list[ChangedElements] = []
-        changes = decode(part)
-        writer.write(changes, logs.append)
+        launches = Launches(device)
+        changes = decode_unproved(part, launches=launches)
+        writer.write(changes, logs.append, launches)
         sampler = Sampler(device=device)
         sampler.add([(str(number), old.to(device)) for number, old in enumerate(olds)])
         sizes = np.array([old.numel() for old in olds])
-        ChangedSamples(sampler.samples(), [*map(str, range(3))], sizes).write(changes)
-        for each in logs:
-            copy_elements(each, live, shadow)
+        names = [*map(str, range(3))]
+        ChangedSamples(sampler.samples(), names, sizes).write(changes, launches)
+        launches.run()
+        require_sound([changes.fault])
+        copy_elements(logs, live, shadow)
         writer.results()
 
 
@@ -211,20 +257,38 @@ def own_place(number: int, tensor: torch.Tensor) -> Destinations:
     return places
 
 
-def copy_elements(changed: ChangedElements, live: Params, shadow: Params) -> None:
-    """Copy logged elements from live to shadow parameters, on their GPU."""
+def copy_elements(logs: Sequence[ChangedElements], live: Params, shadow: Params) -> int:
+    """Copy logged elements from live to shadow parameters, on their GPU.
+
+    Args:
+        logs: each has a launch of its own for each width of elements, so that kernels
+            of decoding come in between.
+        live: the served parameters.
+        shadow: the shadow parameters.
+
+    Returns:
+        the bytes of these elements, in all ranks' parts.
+
+    """
     from vllm.inflight.worker.delta import triton_kernels as kernels
 
-    if not changed.stretches:
-        return
-    params, *numbers = zip(*changed.stretches, strict=True)
+    stretches = [stretch for log in logs for stretch in log.stretches]
+    if not stretches:
+        return 0
+    params, *numbers = zip(*stretches, strict=True)
     at = {p: (live[p].data_ptr(), shadow[p].data_ptr()) for p in set(params)}
     firsts, ends, widths = (np.array(each, dtype=np.int64) for each in numbers)
-    log, device = changed.offsets.data_ptr(), changed.offsets.device
+    nums = [len(log.stretches) for log in logs]
+    offsets = np.repeat([log.offsets.data_ptr() for log in logs], nums)
     rows = np.zeros((len(params), kernels.COPY_COLUMNS), dtype=np.int64)
-    rows[:, 0], rows[:, 3] = log + 4 * firsts, ends - firsts
+    rows[:, 0], rows[:, 3] = offsets + 4 * firsts, ends - firsts
     rows[:, 1:3] = [at[param] for param in params]
-    for width in np.unique(widths).tolist():
-        own = widths == width
-        num_programs = -(-rows[own, 3] // kernels.BLOCK)
-        kernels.copy(*launch_table(rows[own], 4, num_programs, device), width)
+    of_log = np.repeat(np.arange(len(logs)), nums)
+    launches = Launches(logs[0].offsets.device)
+    for number in range(len(logs)):
+        for width in np.unique(widths[of_log == number]).tolist():
+            own = rows[(of_log == number) & (widths == width)]
+            launch = functools.partial(kernels.copy, width=width)
+            launches.add_programs(own, 4, -(-own[:, 3] // kernels.BLOCK), launch)
+    launches.run()
+    return int(((ends - firsts) * widths).sum())

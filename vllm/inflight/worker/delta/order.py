@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from math import prod
 
@@ -25,10 +26,10 @@ class Order:
 
     def __init__(self, specs: Sequence[TensorSpec]) -> None:
         self._specs = specs
-        self._sizes = [prod(spec.shape) for spec in specs]
+        self._sizes = array("Q", [prod(spec.shape) for spec in specs])
         dtypes = {spec.dtype for spec in specs}
         widths = {dtype: getattr(torch, dtype).itemsize for dtype in dtypes}
-        self._widths = [widths[spec.dtype] for spec in specs]
+        self._widths = array("B", [widths[spec.dtype] for spec in specs])
         self._end = (-1, 0)
         """Tensor and element up to which changes have come."""
 

@@ -185,7 +185,7 @@ def write(
     """Write changes of one element width into the shadow weights, or into a log.
 
     Args:
-        rows: int64 [groups, COLUMNS] on the GPU.
+        rows: int64 [groups, COLUMNS] on the GPU, or flat.
         owners: the row of each program; int32.
         sums: int64 [tensors, SUMS]; it is added to.
         width: bytes of an element.
@@ -224,13 +224,13 @@ def sample(rows: torch.Tensor, width: int) -> None:
     """Write changes of one element width into samples.
 
     Args:
-        rows: int64 [groups, SAMPLE_COLUMNS] on the GPU: addresses of the places and of
-            the bits, number of changes, whether the bits are added, address of the
-            sample, number of its elements, and places from run to run.
+        rows: int64 [groups, SAMPLE_COLUMNS] on the GPU, or flat: addresses of the
+            places and of the bits, number of changes, whether the bits are added,
+            address of the sample, number of its elements, and places from run to run.
         width: bytes of an element.
 
     """
-    _sample[(len(rows),)](
+    _sample[(rows.numel() // SAMPLE_COLUMNS,)](
         rows,
         INTEGER=INTEGERS[width],
         COLUMNS=SAMPLE_COLUMNS,

@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 
 from vllm.inflight import ops
 from vllm.inflight.delta import Changes, Part
-from vllm.inflight.delta.decode import DecodedPart, decode_unproved, require_sound
+from vllm.inflight.delta.decode import Numbers, decode_unproved
+from vllm.inflight.delta.device_decode import Launches
 from vllm.inflight.delta.part import bring_tables
 from vllm.inflight.delta.parts import ArrivingParts, Pair
 from vllm.inflight.errors import Cause, DeltaUnsupported, Malformed
@@ -111,7 +112,9 @@ class DeltaWriter:
         self._samples: ChangedSamples | None = None
         """Those of the version that the delta leads to; None if they are not known."""
         self._on_device: DeviceWriter | None = None
-        self._faults: list[torch.Tensor | None] = []
+        self._results: Numbers | None = None
+        """Of the parts that are proved; see `DeviceWriter.results`."""
+        self._faults: list[torch.Tensor] = []
         """Of parts that were decoded on the GPU, whose data may be malformed."""
 
     def begin(self) -> None:
@@ -158,7 +161,7 @@ class DeltaWriter:
         for part in arrived:
             here = part.on(self._shadow.device)
             self._order.check(here)
-            self._write(decode_unproved(here))
+            self._write(here)
             self._received(here.num_bytes, int(np.count_nonzero(self._num_entries)))
 
     def require_sound(self) -> None:
@@ -167,7 +170,8 @@ class DeltaWriter:
         On a GPU this waits for the parts so far, so it is asked once for each chunk.
         """
         faults, self._faults = self._faults, []
-        require_sound(faults)
+        if faults and self._on_device is not None:
+            self._results = self._on_device.results(faults)
 
     def problems(self) -> list[Problem]:
         """What is wrong with the tensors as they are now.
@@ -181,8 +185,7 @@ class DeltaWriter:
         self.require_sound()
         if self._log is not None:
             self._log.require_room()
-        if self._on_device is not None:
-            results = self._on_device.results()
+        if (results := self._results) is not None:
             self._sums = results[:, :2].view(np.uint64)
             self._num_bad, self._num_written = results[:, 2], results[:, 3]
         digests = self._served_digests + self._sums  # modulo 2**64
@@ -345,17 +348,23 @@ class DeltaWriter:
             "of Publisher and of Weights), or send whole versions.",
         )
 
-    def _write(self, changes: DecodedPart) -> None:
-        """Write the changes of one part."""
-        np.add.at(self._num_entries, changes.numbers, changes.counts)
+    def _write(self, part: Part) -> None:
+        """Decode a part, and write its changes."""
+        launches: Launches | None = None
         if self._on_device is not None:
-            self._on_device.write(changes, self._shadow.note_changed)
-            if self._samples is not None:
-                self._samples.write(changes)
-            self._faults.append(changes.fault)
+            launches = Launches(self._shadow.device)
+        changes = decode_unproved(part, launches=launches)
+        np.add.at(self._num_entries, changes.numbers, changes.counts)
+        if self._on_device is None or launches is None:
+            for each in changes:
+                self._write_on_host(each)
             return
-        for each in changes:
-            self._write_on_host(each)
+        self._on_device.write(changes, self._shadow.note_changed, launches)
+        if self._samples is not None:
+            self._samples.write(changes, launches)
+        launches.run()
+        assert changes.fault is not None
+        self._faults.append(changes.fault)
 
     def _write_on_host(self, changes: Changes) -> None:
         number, bits = changes.number, changes.bits
@@ -420,9 +429,11 @@ def bring_up(
     with torch.no_grad():
         copy_unsent(shadow, set(), between)
         num_bytes = 0
+        if logs and logs[0].offsets.is_cuda:
+            between(copy_elements(logs, live, new))
+            logs = []
         for log in logs:
-            copy = copy_elements if log.offsets.is_cuda else ChangedElements.copy
-            copy(log, live, new)
+            log.copy(live, new)
             num_bytes += log.num_bytes
             between(num_bytes)
     shadow.changed.clear()

@@ -193,6 +193,8 @@ class ChangeLog:
         self._num_counted = 0
         self.sums: torch.Tensor | None = None
         """On a GPU: the sums over elements whose bits the host has not seen."""
+        self._known: list[int] | None = None
+        """These sums, if they were read since somebody has asked for their memory."""
         self.allocate()
 
     def allocate(self) -> None:
@@ -256,7 +258,7 @@ class ChangeLog:
         self._pieces = []
         self.num_bytes = self.num_elements = self._num_counted = 0
         self.has_room, self._lack = True, ""
-        self._terms, self.sums = ops.Digest.ZERO, None
+        self._terms, self.sums, self._known = ops.Digest.ZERO, None, None
 
     @property
     def host_bytes(self) -> int:
@@ -494,13 +496,18 @@ class ChangeLog:
         """The sums on the GPU: int64 [SUMS]; whoever fills `reserve` adds to them."""
         if self.sums is None:
             self.sums = torch.zeros(SUMS, dtype=torch.int64, device=self.device)
+        self._known = None
         return self.sums
+
+    def know(self, sums: list[int]) -> None:
+        """These are the sums on the GPU; somebody has read them with other numbers."""
+        self._known = sums
 
     def expected(self) -> tuple[ops.Digest, int]:
         """What a swap has to find: the sum over all elements, and their number."""
         terms, num = self._terms, self._num_counted
         if self.sums is not None:
-            a, b, others = self.sums.tolist()
+            a, b, others = self._known or self.sums.tolist()
             terms, num = terms + ops.Digest(a % 2**64, b % 2**64), num + others
         return terms, num
 

@@ -42,6 +42,8 @@ class ChangedElements:
 
     def without(self, params: Collection[str]) -> ChangedElements:
         """The log without the elements of these parameters."""
+        if not params:  # as usual after a chain of deltas
+            return self
         kept = tuple(s for s in self.stretches if s.param not in params)
         return replace(self, stretches=kept)
 

@@ -118,9 +118,11 @@ def _rows(
 
     """
     params, found = entries.table(7)
-    lies = {name: (live[name].data_ptr(), reach(live[name])) for name in set(params)}
     if params:
-        found[:, 5:7] = [lies[param] for param in params]
+        names = list(dict.fromkeys(params))
+        number = dict(zip(names, range(len(names)), strict=True))
+        lies = [(live[name].data_ptr(), reach(live[name])) for name in names]
+        found[:, 5:7] = np.array(lies)[[number[param] for param in params]]
     rows = np.zeros((len(params), 1 + max(columns)), dtype=np.int64)
     rows[:, list(columns)] = found
     return rows

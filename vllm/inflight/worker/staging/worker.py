@@ -54,6 +54,7 @@ from vllm.inflight.worker.staging.thread import StagingThread, post_failure
 from vllm.inflight.worker.staging.throttle import undirected
 from vllm.inflight.worker.status_board import StatusBoard
 from vllm.inflight.worker.step_tracker import StepTracker
+from vllm.inflight.worker.verify import drift
 from vllm.inflight.worker.verify.content import Content, Facts
 from vllm.inflight.worker.verify.drift import Drift
 from vllm.inflight.worker.worker_state import WorkerState
@@ -240,6 +241,7 @@ class StagingWorker:
             is_logged = self.shadow.log is not None
             with self.staging_stream():
                 replay_plan.warm(device, self.shadow.arriving_dtypes, dtypes)
+                drift.warm(device)
                 device_writer.warm(device, dtypes, is_logged=is_logged)
                 if is_logged:
                     swap.warm(device, dtypes)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm.inflight.delta.device_decode import Launches
 from vllm.inflight.worker.replay_plan import Plan
 
 NUM_RUNS, RUN = 64, 64
@@ -31,6 +32,11 @@ AT_ONCE, AT_ONCE_ON_GPU = 16, 1024
 They should fit a CPU cache. A GPU needs 0.12 GB for its number; there it matters to
 make few calls.
 """
+
+OF_KERNEL = torch.bfloat16, torch.float16, torch.float32
+"""Dtypes of samples that a kernel compares on a GPU; see triton_kernels.py."""
+
+NONE = np.zeros(0, dtype=np.int64)
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 
@@ -203,30 +209,36 @@ class Drift:
         names, now, was = new.places.both(old.places)
         self._layers, layer_of = _layers(names)
         kinds = was[:, 0] * len(new.blocks) + now[:, 0]
-        compared: list[Numbers] = []
-        squares: list[torch.Tensor] = []
-        # Few and large calls leave the interpreter to other threads.
+        pairs: list[tuple[int, int, Numbers]] = []
+        """A block of the old samples and one of the new, and the tensors there."""
         for kind in np.unique(kinds).tolist():
             was_in, now_in = divmod(kind, len(new.blocks))
-            blocks = old.blocks[was_in], new.blocks[now_in]
-            if blocks[0].shape[1] != blocks[1].shape[1]:
-                continue  # of another size now
-            for part in _parts(np.flatnonzero(kinds == kind), blocks[1]):
-                before = _rows(blocks[0], was[part, 1]).float()
-                after = _rows(blocks[1], now[part, 1]).float()
-                compared.append(layer_of[part])
-                squares.append(torch.stack([after - before, before]).square().sum(2))
-        self._numbers = np.concatenate(compared or [layer_of[:0]])
+            # Else it is of another size now.
+            if old.blocks[was_in].shape[1] == new.blocks[now_in].shape[1]:
+                pairs.append((was_in, now_in, np.flatnonzero(kinds == kind)))
+        compared = [group for *_, group in pairs]
+        self._numbers = layer_of[np.concatenate([NONE, *compared])]
         """The layer of each tensor that is compared."""
         self._squares: torch.Tensor | None = None
         self._read: torch.cuda.Event | None = None
-        if squares:
-            # Read all at once: each read of a number waits for the GPU.
-            found = torch.cat(squares, 1).double()
-            self._squares = found.to("cpu", non_blocking=True)
-            if found.is_cuda:
-                self._read = torch.cuda.Event(blocking=True)
-                self._read.record(torch.cuda.current_stream(found.device))
+        if not pairs:
+            return
+        # Few and large calls leave the interpreter to other threads.
+        is_known = all(
+            _has_kernel(old.blocks[was_in], new.blocks[now_in])
+            for was_in, now_in, _ in pairs
+        )
+        found = (squares_by_kernel if is_known else squares_by_torch)(
+            [
+                (old.blocks[i], new.blocks[j], was[group, 1], now[group, 1])
+                for i, j, group in pairs
+            ]
+        )
+        # Read all at once: each read of a number waits for the GPU.
+        self._squares = found.to("cpu", non_blocking=True)
+        if found.is_cuda:
+            self._read = torch.cuda.Event(blocking=True)
+            self._read.record(torch.cuda.current_stream(found.device))
 
     def result(self) -> dict[str, object]:
         """What `drift` returns; waits for the GPU."""
@@ -236,13 +248,67 @@ class Drift:
             self._read.synchronize()
         moved, lengths = (
             np.bincount(self._numbers, weights=row).tolist()
-            for row in self._squares.numpy()
+            for row in self._squares.double().numpy()
         )
         known = sorted(set(self._numbers.tolist()))
         return {
             "overall": _ratio(sum(moved), sum(lengths)),
             "layers": {self._layers[n]: _ratio(moved[n], lengths[n]) for n in known},
         }
+
+
+Alike = tuple[torch.Tensor, torch.Tensor, Numbers, Numbers]
+"""A block of the version before and one of the version after, and the rows in them of
+each tensor that is compared."""
+
+
+def squares_by_torch(kinds: Sequence[Alike]) -> torch.Tensor:
+    """For each tensor the sum of the squares of what has moved, and that of what it was
+    before; float64 [2, tensors]."""
+    squares: list[torch.Tensor] = []
+    for old, new, was, now in kinds:
+        for part in _parts(len(was), new):
+            before, after = _rows(old, was[part]).float(), _rows(new, now[part]).float()
+            squares.append(torch.stack([after - before, before]).square().sum(2))
+    return torch.cat(squares, 1).double()
+
+
+def squares_by_kernel(kinds: Sequence[Alike]) -> torch.Tensor:
+    """The same by one launch for each dtype, float32; a GPU takes few calls then."""
+    from vllm.inflight.worker.verify import triton_kernels as kernels
+
+    tables: dict[torch.dtype, list[Numbers]] = {}
+    num = 0
+    for old, new, was, now in kinds:
+        rows = np.empty((len(was), kernels.COLUMNS), dtype=np.int64)
+        size, width = old.shape[1], old.element_size()
+        rows[:, 0] = old.data_ptr() + was * old.stride(0) * width
+        rows[:, 1] = new.data_ptr() + now * new.stride(0) * width
+        rows[:, 2], rows[:, 3] = size, np.arange(num, num + len(was))
+        tables.setdefault(old.dtype, []).append(rows)
+        num += len(was)
+    device = kinds[0][1].device
+    found = torch.empty((2, num), dtype=torch.float32, device=device)
+    launches = Launches(device)
+    for dtype, table in tables.items():
+        launch = functools.partial(kernels.squares, found=found, dtype=dtype)
+        launches.add(np.concatenate(table), launch)
+    launches.run()
+    return found
+
+
+def _has_kernel(old: torch.Tensor, new: torch.Tensor) -> bool:
+    """Whether a kernel compares the samples of these blocks."""
+    is_there = new.is_cuda and old.device == new.device
+    return is_there and old.dtype == new.dtype and new.dtype in OF_KERNEL
+
+
+def warm(device: torch.device) -> None:
+    """Compile the kernels now, and not while decoding."""
+    for dtype in OF_KERNEL:
+        block = torch.zeros((1, RUN), dtype=dtype, device=device)
+        samples = Samples([block], Places({"": (0, 0)}))
+        Drift(samples, samples).result()
 
 
 def _rows(block: torch.Tensor, rows: Numbers) -> torch.Tensor:
@@ -253,11 +319,11 @@ def _rows(block: torch.Tensor, rows: Numbers) -> torch.Tensor:
     return block[torch.from_numpy(rows).to(block.device)]
 
 
-def _parts(group: Numbers, block: torch.Tensor) -> Iterator[Numbers]:
-    """The group in parts of the size that takes least time."""
+def _parts(num: int, block: torch.Tensor) -> Iterator[slice]:
+    """So many rows in parts of the size that takes least time."""
     at_once = AT_ONCE if block.is_cpu else AT_ONCE_ON_GPU
-    for first in range(0, len(group), at_once):
-        yield group[first : first + at_once]
+    for first in range(0, num, at_once):
+        yield slice(first, first + at_once)
 
 
 def _ratio(moved: float, length: float) -> float | None:
