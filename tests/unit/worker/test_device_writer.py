@@ -1,5 +1,7 @@
 """The kernels that write a delta agree with torch; Triton's interpreter runs them."""
 
+import gc
+import weakref
 from itertools import product
 
 import numpy as np
@@ -217,6 +219,70 @@ def staged() -> None:
             old = new
 
 
+def given_up() -> None:
+    """The memory that the tables refer to lives until the kernels have run, even if
+    nobody keeps the log of places: else the tables themselves would get it."""
+    bf16 = torch.bfloat16
+    old = random_bits(bf16, 5000)
+    new = with_changes(old, scattered(old.numel(), 0.2))
+    encoder = Encoder()
+    (part,) = [*encoder.add(0, old, new), *encoder.finish()]
+    part.check([old.numel()], [old.itemsize])
+    live, shadow = {"norm": old}, {"norm": old.clone()}
+    places = [entry(old, copied(old, "norm", old, live["norm"]))]
+    writer = DeviceWriter(CPU, live, shadow, Targets.of(places))
+    launches = Launches(CPU)
+    changes = decode_unproved(part, launches=launches)
+    memory = [weakref.ref(changes.places), weakref.ref(changes.bits)]
+    writer.write(changes, lambda log: memory.append(weakref.ref(log.offsets)), launches)
+    del changes
+    gc.collect()
+    assert len(memory) == 3 and all(each() is not None for each in memory)
+    launches.run()
+    assert torch.equal(shadow["norm"].view(torch.int16), new.view(torch.int16))
+    assert all(each() is None for each in memory)
+
+
+def large() -> None:
+    """The same when a shadow model gives up the log of a delta that changes much."""
+
+    class OnDevice(DeltaWriter):
+        def begin(self):
+            super().begin()
+            self._on_device = DeviceWriter(CPU, self._live, self._new, self._targets)
+
+    loader.DeltaWriter = OnDevice
+    noted, num_given_up = [], 0
+    run = Launches.run
+
+    def run_all(launches):
+        nonlocal num_given_up
+        assert all(each() is not None for each in noted)
+        run(launches)
+        num_given_up += sum(each() is None for each in noted)
+        noted.clear()
+
+    Launches.run = run_all
+    with Arena.open(CPU, 1 << 26) as arena:
+        sets, old = started(arena), version(1)
+        sets.shadow.nbytes = sum(tensor.nbytes for tensor in old.values())
+        note = sets.shadow.note_changed
+
+        def note_changed(log):
+            noted.append(weakref.ref(log.offsets))
+            note(log)
+
+        sets.shadow.note_changed = note_changed
+        for seed in range(3):
+            new = stepped(old, seed, share=0.3)
+            manifest, parts = delta(old, new, sets.stager.served.digest())
+            sets.stage(parts.items(), manifest=manifest)
+            assert shows(sets.second, new)
+            sets.stager.flip()
+            old = new
+    assert num_given_up
+
+
 def warmed() -> None:
     """Warming runs every kernel that a delta of these dtypes needs."""
     from vllm.inflight.delta import triton_kernels as codec
@@ -249,6 +315,12 @@ def test_kernels_are_compiled_by_writing_a_delta():
 @pytest.mark.seconds
 def test_kernels_stage_a_chain_of_deltas():
     succeeds(f"{__name__}:staged")
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("delta_of", ["given_up", "large"])
+def test_what_kernels_write_into_lives_until_they_have_run(delta_of):
+    succeeds(f"{__name__}:{delta_of}")
 
 
 @pytest.mark.seconds

@@ -28,7 +28,8 @@ class Launches:
 
     Attributes:
         held: memory that the tables refer to, kept until the launches are run. Later
-            work of the same stream alone gets it then.
+            work of the same stream alone gets it then. Whoever adds a table adds its
+            memory: what is freed before is given to the tables themselves.
 
     """
 

@@ -55,7 +55,7 @@ class ChangedSamples:
         """
         from vllm.inflight.worker.delta import triton_kernels as kernels
 
-        launches.held += self._blocks
+        launches.held += *self._blocks, changes.places, changes.bits
         numbers = changes.numbers
         rows = np.zeros((len(numbers), kernels.SAMPLE_COLUMNS), dtype=np.int64)
         rows[:, 0] = changes.places.data_ptr() + 8 * changes.first_places

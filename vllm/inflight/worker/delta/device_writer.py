@@ -108,10 +108,13 @@ class DeviceWriter:
             firsts = before(counts)
             size = int(counts.sum())
             offsets = torch.full((size,), -1, dtype=torch.int32, device=self._device)
+            # A log that has grown too long is given up as it is noted.
+            launches.held.append(offsets)
             rows[:, 4] = offsets.data_ptr() + 4 * firsts
             columns = firsts.tolist(), (firsts + counts).tolist(), widths.tolist()
             note(ChangedElements(offsets, tuple(map(Stretch, params, *columns))))
         rows[:, 5] = counts
+        launches.held += changes.places, changes.bits
         are_flat = targets.are_flat[copy]
         kinds = zip(widths.tolist(), are_flat.tolist(), strict=True)
         for width, is_flat in sorted(set(kinds)):
