@@ -26,9 +26,8 @@ def test_the_first_version_that_is_replayed_is_read_back_unasked(
     start: Callable[..., Any], checkpoint: Callable[..., Path]
 ) -> None:
     fresh = start(checkpoint(0))
-    fresh.update_weights_from_disk(str(checkpoint(1)), "recorded")
     assert fresh.weight_info()["scrub"] is None
-    fresh.update_weights_from_disk(str(checkpoint(0)), "replayed")
+    fresh.update_weights_from_disk(str(checkpoint(1)), "replayed")
     until = time.monotonic() + 60
     while (found := fresh.weight_info()["scrub"]) is None:
         assert time.monotonic() < until

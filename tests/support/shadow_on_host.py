@@ -18,6 +18,7 @@ from vllm.inflight.worker.replay_plan import Plan
 from vllm.inflight.worker.shadow.carry_over import copy_unsent
 from vllm.inflight.worker.shadow.parameters import make_copy, mirror_parameters
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
+from vllm.inflight.worker.staging.destination_table import fill_table
 from vllm.inflight.worker.staging.loader import UpdateLoader
 from vllm.inflight.worker.staging.worker import StagingWorker
 from vllm.inflight.worker.verify.ignored_tensors import IgnoredTensors
@@ -171,9 +172,19 @@ def shadow_of(live: torch.nn.Module, second: torch.nn.Module) -> Any:
         views={},
     )
     made.nbytes = 4 * 16 * sum(p.nbytes for p in second.parameters())
+    made.device_to_learn_on = lambda: made.device
+    made.learn = partial(ShadowModel.learn, made)
     made.note_changed = partial(ShadowModel.note_changed, made)
     made.forget_changed = partial(ShadowModel.forget_changed, made)
     return made
+
+
+def start_checkpoint(named: dict[str, torch.Tensor]) -> StartCheckpoint:
+    """What an engine that was started from these tensors knows of them."""
+    return StartCheckpoint(
+        {name: tuple(tensor.shape) for name, tensor in named.items()},
+        {n: str(t.dtype).removeprefix("torch.") for n, t in named.items()},
+    )
 
 
 class HostStagingWorker(StagingWorker):
@@ -199,6 +210,8 @@ class Sets:
         wrapped: whether adapters may be loaded beside the layers.
         kind: makes a model, given what makes its memory.
         first: the version that the engine starts with.
+        traced: whether the start checkpoint is known, so that loads are recorded when
+            the engine starts.
 
     """
 
@@ -210,6 +223,7 @@ class Sets:
         wrapped: bool = False,
         kind: Callable[[Any], torch.nn.Module] = Model,
         first: dict[str, torch.Tensor] | None = None,
+        traced: bool = False,
     ) -> None:
         self.arena = arena
         first = version(0) if first is None else first
@@ -232,6 +246,9 @@ class Sets:
             n: (list(t.shape), str(t.dtype).removeprefix("torch."))
             for n, t in first.items()
         }
+        if traced:
+            self.shadow.start_checkpoint = start_checkpoint(first)
+            assert fill_table(self.shadow) is None
         worker: Any = SimpleNamespace(
             device=self.shadow.device,
             vllm_config=SimpleNamespace(additional_config={}),

@@ -49,6 +49,7 @@ from vllm.inflight.worker.shadow.build import BuildInputs
 from vllm.inflight.worker.shadow.carry_over import copy_unsent
 from vllm.inflight.worker.shadow.parameters import mirror_parameters
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
+from vllm.inflight.worker.staging.destination_table import fill_table
 from vllm.inflight.worker.staging.loader import UpdateLoader
 from vllm.inflight.worker.verify.ignored_tensors import IgnoredTensors
 from vllm.inflight.worker.verify.start_checkpoint import StartCheckpoint
@@ -82,6 +83,9 @@ class Player:
             self.second = blueprint.build(self.live, torch.device("meta"))
         mirror_parameters(self.live, self.second, arena.shadow_tensor)
         self.shadow = self._shadow()
+        with set_current_vllm_config(self.config):
+            assert fill_table(self.shadow) is None
+        self.num_at_start = self.shadow.plan.num_proved
         worker: Any = SimpleNamespace(device=HOST, vllm_config=self.config)
         self.stager = HostStagingWorker(worker, self.shadow, arena.flip)
         self.reader = EveryTensorAlone(HOST, 1 << 20)
@@ -241,6 +245,7 @@ def play(root: Path, family: str, hidden: int) -> dict[str, Any]:
             "hidden": hidden,
             "num_tensors": len(dict(_tensors(folders[0]))),
             "num_recorded": len(plan),
+            "num_at_start": player.num_at_start,
             "num_proved": plan.num_proved,
             "num_in_place": len(player.placed),
             "refused": errors,

@@ -24,14 +24,20 @@ from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.staging.worker import StagingWorker
 
 
+def mirror(patch: pytest.MonkeyPatch | None = None) -> None:
+    """Have engines that start be such engines; until `patch` is undone, or for good."""
+    patch = patch or pytest.MonkeyPatch()
+    patch.setattr(ShadowModel, "_build", _build(ShadowModel._build))
+    patch.setattr(StagingWorker, "make_flip", lambda self: ContentFlip(self))
+
+
 @contextmanager
 def mirrored() -> Iterator[None]:
     """Context: engines that start are such engines, until they end."""
     for name in ("initialize_layerwise_reload", "finalize_layerwise_reload"):
         vars(upstream).pop(name, None)  # a test may have found them unpatched
     with unpacked(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ShadowModel, "_build", _build(ShadowModel._build))
-        patch.setattr(StagingWorker, "make_flip", lambda self: ContentFlip(self))
+        mirror(patch)
         yield
 
 

@@ -1,15 +1,19 @@
 """The destination table is recorded without memory, and proved before it is used."""
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.shadow_on_host import HIDDEN, Model, shadow_of, version
+from tests.support.shadow_on_host import (
+    HIDDEN,
+    Model,
+    shadow_of,
+    start_checkpoint,
+    version,
+)
 from vllm.inflight.worker.replay_plan import Plan
 from vllm.inflight.worker.shadow import parameters
-from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.staging.destination_table import fill_table
 from vllm.inflight.worker.verify.start_checkpoint import StartCheckpoint
 
@@ -24,13 +28,10 @@ def hollow(
         second = kind(torch.empty)
     parameters.make_hollow(live, second, torch.device("cpu"))
     shadow = shadow_of(live, second)
+    shadow.log = object()
     shadow.plan = Plan(is_replayed=False)
-    shadow.start_checkpoint = StartCheckpoint(
-        {name: tuple(t.shape) for name, t in (names or version(0)).items()},
-        {name: "float32" for name in names or version(0)},
-    )
-    shadow._device_to_learn_on = lambda: torch.device("cpu")
-    shadow.learn = partial(ShadowModel.learn, shadow)
+    shadow.start_checkpoint = start_checkpoint(names or version(0))
+    shadow.device_to_learn_on = lambda: torch.device("cpu")
     return shadow
 
 

@@ -49,10 +49,13 @@ def test_a_tensor_that_came_alone_before_the_wire_broke_is_loaded_in_its_turn():
 class Engine(RuleBasedStateMachine):
     """A model in an arena, its second set, and the updates of it."""
 
+    traced = False
+
     def __init__(self) -> None:
         super().__init__()
         self.arena = Arena.open(torch.device("cpu"), 1 << 26)
-        self.sets = Sets(self.arena, kind=Model, first=version(0))
+        first, traced = version(0), self.traced
+        self.sets = Sets(self.arena, kind=Model, first=first, traced=traced)
         self.sets.shadow.asks_loader = True
         self.served = fresh(version(0))
         self.before: Model | None = None
@@ -117,23 +120,28 @@ class _Broken(InPlace):
     """One by one, as far as it comes; all of it was received in place by then."""
 
 
+class TracedEngine(Engine):
+    """One that knows its start checkpoint, so that its first update is replayed."""
+
+    traced = True
+
+
 TestEngine = Engine.TestCase
-TestEngine.settings = settings(
+TestTracedEngine = TracedEngine.TestCase
+TestEngine.settings = TestTracedEngine.settings = settings(
     max_examples=40, stateful_step_count=12, deadline=None, derandomize=True
 )
 
 
-@pytest.fixture
-def engine():
-    engine = Engine()
-    yield engine
-    engine.teardown()
-
-
-def test_exactly_the_eligible_tensors_are_replayed_and_received_in_place(engine):
-    for order in range(3):
+@pytest.mark.parametrize(("kind", "num"), [(Engine, 3), (TracedEngine, 0)])
+def test_exactly_the_eligible_tensors_are_replayed_and_received_in_place(kind, num):
+    engine = kind()
+    for order in range(num):
         engine.commit("in place, in batches", order)
     plan = engine.sets.shadow.plan
     assert {name for name, entry in plan.items() if entry.is_proved} == MAPPED
     homes = {name for name, entry in plan.items() if entry.home is not None}
     assert homes == IN_PLACE
+    engine.commit("in place, in batches", num)
+    assert engine.sets.intake.num_in_place == len(IN_PLACE)
+    engine.teardown()

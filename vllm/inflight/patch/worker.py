@@ -144,7 +144,7 @@ def _load_with_shadow(original: Callable[..., Any]) -> Callable[..., Any]:
 
         with upstream.set_current_vllm_config(self.vllm_config):
             shadow = shadow_of(self, self.model_runner.get_model())
-            if shadow.log is not None and (reason := fill_table(shadow)) is not None:
+            if (reason := fill_table(shadow)) is not None:
                 shadow.give_up(reason)
             fill_kept(shadow)
         staging = InflightConfig.of(self.vllm_config).staging

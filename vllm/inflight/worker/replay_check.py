@@ -1,15 +1,15 @@
 """The replay check: a replay of the plan does exactly what the loaders do.
 
-A loader is recorded at one update. Before the next update receives anything, the
-model's own loaders get index patterns in place of tensors. No two elements of a pattern
-are alike, so the parameters show where every element went. That has to agree with the
-plan, element by element, and nothing else may have been written. The replay itself has
-to pass the same test. Real weights could not prove it: those of a norm may all be one,
-and a matrix may be symmetric.
+A loader is recorded when the engine starts, or at one update. Before the engine serves,
+or the next update receives anything, the model's own loaders get index patterns in
+place of tensors. No two elements of a pattern are alike, so the parameters show where
+every element went. That has to agree with the plan, element by element, and nothing
+else may have been written. The replay itself has to pass the same test. Real weights
+could not prove it: those of a norm may all be one, and a matrix may be symmetric.
 
-The patterns are written into the shadow weights, which the update is about to
-overwrite. With delta staging there are none: a batch of parameters gets memory for its
-patterns, and loses it again.
+At an update the patterns are written into the shadow weights, which the update is about
+to overwrite. At the start, and with delta staging, a batch of parameters gets memory
+for its patterns, and loses it again.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ class ReplayCheck:
     def _ambiguous(self) -> set[str]:
         """Tensors that write to the same elements: their order decides.
 
-        With delta staging, of a tensor that is proved and one that is not, the latter.
+        Where memory is lent, of a tensor that is proved and one that is not, the
+        latter.
         """
         params = overlapping(at for _, e in self._plan.items() for at in e.filled)
         return {

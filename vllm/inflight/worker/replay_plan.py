@@ -3,7 +3,8 @@
 A model's loader takes a tensor by its name through mappings, shards and narrow views,
 in Python. In the end it copies slices of the tensor into slices of parameters. Shadow
 parameters stay where they are, so the slices are the same at every update. The loader's
-copies are recorded at one update, and repeated at later ones without the loader.
+copies are recorded when the engine starts (staging/destination_table.py), or else at
+one update, and repeated at later ones without the loader.
 
 Only certain operations are recorded: copies out of the very tensor that was given to
 the loader, and fills with zero. Every element has to be written once. Where a loader
@@ -250,6 +251,20 @@ class Plan:
         """Whether every entry has been checked since the entries changed."""
         return self._checked == self.number and self.num_proved == len(self)
 
+    def move_in(self, params: Mapping[str, torch.Tensor]) -> None:
+        """Replay from now on into these parameters, what was recorded without them.
+
+        Entries that a check has rejected may be recorded once more, by an update.
+        """
+        with self.lock:
+            self.is_replayed = True
+            self.number += 1
+            self._rejected.clear()
+            for name, entry in self._entries.items():
+                self._entries[name] = located(entry, params)
+            if self.num_proved == len(self):
+                self.note_checked()
+
     def reject(self, names: Iterable[str]) -> None:
         """Forget the entries of these tensors, and record none of them again."""
         with self.lock:
@@ -283,7 +298,7 @@ class Plan:
 
 
 def located(entry: Entry, params: Mapping[str, torch.Tensor]) -> Entry:
-    """The entry with its targets in these parameters."""
+    """The entry with its targets and its home in these parameters."""
 
     def target(param: str, view: View) -> torch.Tensor:
         held, (offset, shape, stride) = params[param].data, view
@@ -291,7 +306,9 @@ def located(entry: Entry, params: Mapping[str, torch.Tensor]) -> Entry:
 
     copies = [c._replace(target=target(c.param, c.view)) for c in entry.copies]
     zeros = [z._replace(target=target(z.param, z.view)) for z in entry.zeros]
-    return replace(entry, copies=copies, zeros=zeros)
+    found = replace(entry, copies=copies, zeros=zeros)
+    found.home = _home(found)
+    return found
 
 
 def overlapping(filled: Iterable[tuple[str, View]]) -> set[str]:

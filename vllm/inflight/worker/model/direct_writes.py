@@ -67,7 +67,7 @@ class DirectWrites(TorchDispatchMode):
             for key in WRITTEN:
                 param = layer._parameters.get(key)
                 if param is not None:
-                    self._places[param.data_ptr()] = f"{path}.{key}", param, info
+                    self._places[_place(param)] = f"{path}.{key}", param, info
 
     def __torch_dispatch__(
         self,
@@ -77,7 +77,7 @@ class DirectWrites(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is torch.ops.aten.copy_.default:
-            found = self._places.get(args[0].data_ptr())
+            found = self._places.get(_place(args[0]))
             if found is not None and found[1].shape == args[0].shape:
                 name, param, info = found
                 self._seen(name, param, args[1])
@@ -86,3 +86,8 @@ class DirectWrites(TorchDispatchMode):
                     # of the load.
                     info.load_numel = max(1, info.load_numel)
         return func(*args, **(kwargs or {}))
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """Where a tensor begins. On `meta`, all tensors have the address 0."""
+    return tensor.data_ptr() or tensor.untyped_storage()._cdata

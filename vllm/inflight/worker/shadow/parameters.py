@@ -110,7 +110,8 @@ def make_hollow(
 def lent_memory(
     module: torch.nn.Module, names: set[str], device: torch.device
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Context: these parameters of a tree on `meta` have memory on a device.
+    """Context: these parameters of a tree have memory on this device, or none on
+    `meta`.
 
     What is written there is lost at the end.
     """

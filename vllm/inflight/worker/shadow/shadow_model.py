@@ -461,16 +461,19 @@ class ShadowModel:
         check.run()
 
     def learn(self) -> None:
-        """Check the recorded loads that are not checked yet, with delta staging."""
+        """Check the recorded loads that are not checked yet, in memory of their own.
+
+        The parameters of the tree are on `meta`.
+        """
         assert self.module is not None
-        device = self._device_to_learn_on()
+        device = self.device_to_learn_on()
         lend = functools.partial(parameters.lent_memory, self.module, device=device)
         params = dict(self.module.named_parameters())
         with torch.no_grad(), device:
             ReplayCheck(self.plan, params, self.load, lend=lend).run()
         self.plan.confirm()  # those without room for a check stay recorded, too
 
-    def _device_to_learn_on(self) -> torch.device:
+    def device_to_learn_on(self) -> torch.device:
         """The GPU, if it has room for the patterns of a check; else the host."""
         sizes = (entry.nbytes for _, entry in self.plan.items() if not entry.is_proved)
         # Patterns, the parameters they are loaded into, and what is compared.

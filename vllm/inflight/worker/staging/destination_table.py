@@ -1,10 +1,13 @@
-"""The destination table of delta staging: where each checkpoint tensor is served.
+"""The destination table: where each checkpoint tensor is served, known from the start.
 
-With shadow parameters, the plan is recorded when the first update is loaded. With delta
-staging no update is loaded. So the model's own loaders are called when the engine
-starts, with tensors of the start checkpoint's names, shapes and dtypes, and without
-content. The parameters have no memory. What a loader would write is recorded, and
-proved with index patterns (replay_check.py).
+The model's own loaders are called when the engine starts, with tensors of the start
+checkpoint's names, shapes and dtypes, and without content. The parameters have no
+memory. What a loader would write is recorded, and proved with index patterns
+(replay_check.py).
+
+With shadow parameters the table is the replay plan: the first update is replayed. What
+is not in the table is loaded by the first update, and recorded then. With delta staging
+no update is loaded, so every element needs its place in the table.
 
 Quantised layers are left out: upstream processes them at every whole update, and what
 it has made of them is compared as a whole. Where a delta may change them, kept_table.py
@@ -13,17 +16,23 @@ finds out.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from math import prod
 
 import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.worker.replay_plan import Entry
+from vllm.inflight.worker.shadow.parameters import lent_memory
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.staging.coverage import Coverage, Fill
 
 MOST_NAMED = 4
 """Most parameters that a message names."""
+
+Pair = tuple[str, torch.Tensor]
 
 logger = upstream.init_logger(__name__)
 
@@ -32,56 +41,158 @@ def fill_table(shadow: ShadowModel) -> str | None:
     """Record and prove where the tensors of the start checkpoint are served.
 
     Returns:
-        why the model cannot be updated with one set of weights; None if it can. An
-        engine whose start checkpoint is not known learns at its first update.
+        why the model cannot be updated with one set of weights; None if it can, or if
+        it has two. An engine whose start checkpoint is not known learns at its first
+        update.
 
     """
-    assert shadow.module is not None
-    with torch.no_grad():
-        _trace(shadow)
-    if not len(shadow.start_checkpoint):
+    is_logged = shadow.log is not None
+    has_table = is_logged or shadow.plan.is_replayed
+    if shadow.module is None or not has_table or not len(shadow.start_checkpoint):
         return None
-    shadow.learn()
-    if short := _not_filled(shadow):
-        more = f" and {len(short) - MOST_NAMED} more" if len(short) > MOST_NAMED else ""
-        return (
-            "its loader does not only copy what fills "
-            f"{', '.join(short[:MOST_NAMED])}{more}"
-        )
+    began = time.monotonic()
+    if is_logged:
+        with torch.no_grad():
+            Trace(shadow).run_one_by_one()
+        shadow.learn()
+        if short := _not_filled(shadow):
+            num_more = len(short) - MOST_NAMED
+            more = f" and {num_more} more" if num_more > 0 else ""
+            return (
+                "its loader does not only copy what fills "
+                f"{', '.join(short[:MOST_NAMED])}{more}"
+            )
+    else:
+        _fill_plan(shadow)
     logger.info(
-        "delta staging: the places of %d tensors are proved", shadow.plan.num_proved
+        "%s: the places of %d tensors are proved; to find and prove them took %.1f s",
+        "delta staging" if is_logged else "replay plan",
+        shadow.plan.num_proved,
+        time.monotonic() - began,
     )
     return None
 
 
-def _trace(shadow: ShadowModel) -> None:
-    """Call the loaders with tensors of the start checkpoint, without content."""
+def _fill_plan(shadow: ShadowModel) -> None:
+    """Record and prove the replay plan; the first update records what fails here."""
     assert shadow.module is not None
-    coverage = Coverage(shadow.module, shadow.required, set(), (), shadow.device)
-    coverage.watch(lambda weights: None)
+    module, plan = shadow.module, shadow.plan
+    names = {name for name, _ in module.named_parameters()}
+    plan.is_replayed = False  # no entry holds the memory that is lent
     try:
+        with torch.no_grad(), lent_memory(module, names, torch.device("meta")):
+            if not Trace(shadow).run():
+                plan.forget()
+            elif shadow.device_to_learn_on().type == shadow.device.type:
+                shadow.learn()
+            else:
+                plan.confirm()  # the first update proves it, in the shadow weights
+    except Exception:  # loaders raise many kinds of errors, and memory may be missing
+        logger.warning("the replay plan is left to the first update", exc_info=True)
+        plan.forget()
+    plan.move_in(dict(module.named_parameters()))
+
+
+class Trace:
+    """Calls the model's loader with the tensors of the start checkpoint.
+
+    The tensors have no content, and the parameters no memory. What the loader would do
+    with each tensor is recorded in the plan.
+
+    Args:
+        shadow: the shadow model, its parameters on `meta`.
+
+    """
+
+    def __init__(self, shadow: ShadowModel) -> None:
+        assert shadow.module is not None
+        self._shadow = shadow
+        self._coverage = Coverage(
+            shadow.module, shadow.required, set(), (), shadow.device
+        )
+        self._current: str | None = None
+        """The tensor that the loader has now."""
+        self._is_rejected = False
+        """Whether the loader has rejected that tensor."""
+        self._unknown: set[str] = set()
+        """Parameters that a rejected tensor may fill."""
+        self._is_unlike_update = False
+        """Whether a loader does what a record of single tensors does not show."""
+
+    def run_one_by_one(self) -> None:
+        """Give the loader each tensor in a call of its own."""
+        self._coverage.watch(lambda weights: None)
+        try:
+            for pair in self._tensors():
+                self._load([pair])
+        finally:
+            self._coverage.unwatch()
+
+    def run(self) -> bool:
+        """Give the loader all tensors in one call, as an update does.
+
+        Returns:
+            whether the record is that of an update. It is none if parameters are filled
+            from tensors that the loader has kept or made, or if the loader has rejected
+            a tensor whose parameters are not known.
+
+        """
+        shadow, coverage = self._shadow, self._coverage
+        coverage.watch(lambda weights: None)
+        try:
+            tensors = self._tensors()
+            while (following := next(tensors, None)) is not None:
+                self._load(chain([following], tensors))
+        finally:
+            coverage.unwatch()
+        # A tensor that was not seen may fill the same elements, and then their order
+        # decides.
+        unsure = {n for p in self._unknown for n in shadow.plan.names_of(p)}
+        shadow.plan.reject(unsure)
+        return not (self._is_unlike_update or coverage.has_strays)
+
+    def _load(self, weights: Iterable[Pair]) -> None:
+        try:
+            with self._coverage.watching():
+                self._shadow.load(weights)
+        except Exception:  # every loader raises its own kind of error
+            name = self._current
+            logger.debug("the loader did not take %r", name, exc_info=True)
+            if name is None:  # it had taken them all
+                self._is_unlike_update = True
+                return
+            found = self._coverage.touched | self._shadow.places.params_of(name)
+            self._unknown |= found
+            self._is_rejected = True
+            self._is_unlike_update |= not found
+
+    def _tensors(self) -> Iterator[Pair]:
+        """The tensors; what the loader has done with one is recorded at the next."""
+        shadow, coverage = self._shadow, self._coverage
         for name, (shape, dtype) in shadow.start_checkpoint.known.items():
-            if shape is None or dtype is None:
-                continue
-            if name in shadow.ignored or _is_processed(shadow, name):
+            if shape is None or dtype is None or not self._is_loaded(name):
                 continue
             # Memory that nobody writes to takes nothing.
             tensor = torch.empty(
                 tuple(shape), dtype=getattr(torch, dtype), device="cpu"
             )
             entry = Entry(tensor.shape, tensor.dtype)
+            coverage.touched.clear()
             coverage.handed, coverage.entry = tensor, entry
-            try:
-                with coverage.watching():
-                    shadow.load([(name, tensor)])
-            except Exception:  # every loader raises its own kind of error
-                logger.debug("the loader did not take %r alone", name, exc_info=True)
-                continue
-            if not entry.num_unread or not shadow.is_alone:
+            self._current, self._is_rejected = name, False
+            yield name, tensor
+            coverage.handed = coverage.entry = self._current = None
+            is_cut = entry.num_unread and shadow.is_alone
+            if not (self._is_rejected or is_cut):
                 shadow.plan.keep(name, entry)
-    finally:
-        coverage.handed = coverage.entry = None
-        coverage.unwatch()
+
+    def _is_loaded(self, name: str) -> bool:
+        """Whether the loader of an update gets a tensor, and its layer has places."""
+        shadow = self._shadow
+        head = shadow.classifier
+        if head is not None and head.reads(name) and not head.is_tied:
+            return False
+        return name not in shadow.ignored and not _is_processed(shadow, name)
 
 
 def _is_processed(shadow: ShadowModel, name: str) -> bool:
