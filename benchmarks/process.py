@@ -73,6 +73,7 @@ class ArmProcess:
         self, name: str, process: subprocess.Popen[bytes], pipe: Connection, log: Path
     ) -> None:
         self.name = name
+        self.pid = process.pid
         self._log = log
         self._process = process
         self._pipe = pipe

@@ -39,6 +39,8 @@ ROLLBACK = "rollback"
 """In place of a share of a plan: the engine goes back to the version before."""
 TRACED = "traced "
 """Before a share: the update is traced."""
+OFF = "off"
+"""Name of the arm that is never updated: it has one set of weights."""
 AROUND_S = 0.1
 """Traced before such an update, and after it."""
 
@@ -203,10 +205,11 @@ async def main(name: str, folder: str, handle: str) -> None:
             load_format="auto" if os.environ.get(SAVES) else "dummy",
             dtype="bfloat16",
             tensor_parallel_size=ranks,
-            weight_transfer_config={"backend": backend},
+            weight_transfer_config=None if name == OFF else {"backend": backend},
             **given,
         )
-        await trainer.join(arm.engine)
+        if name != OFF:
+            await trainer.join(arm.engine)
         await serve(arm, Connection(int(handle)))
     finally:
         trainer.end()

@@ -26,10 +26,15 @@ class Job:
 
 
 def bench(
-    name: str, shares: tuple[float, ...], limit: int, arguments: str, **more: bool
+    name: str,
+    shares: tuple[float, ...],
+    limit: int,
+    arguments: str,
+    environment: str = "",
+    **more: bool,
 ) -> Job:
     """A benchmark whose engine has the first GPUs to itself."""
-    command = f"$PYTHON -m benchmarks.{arguments} --out $OUT"
+    command = f"{environment} $PYTHON -m benchmarks.{arguments} --out $OUT".strip()
     on = tuple(range(len(shares)))
     return Job(
         *(name, shares, limit, command), least=150, cores=12, on=on, quiet=True, **more
@@ -38,17 +43,30 @@ def bench(
 
 DELTA = "gpu.delta --shares 0.001 0.01 --trace --arms"
 KERNELS = "$PYTHON -m benchmarks.gpu.delta_kernels --out $OUT"
+MEMORY = "$PYTHON -m benchmarks.gpu.memory --out $OUT"
 EXPERTS = """'{"data_parallel_size": 2, "enable_expert_parallel": true}'"""
 EXPERTS = f"gpu --shapes experts --ranks 2 --rounds 1 --engine {EXPERTS}"
 STEPS = "--device cuda --rates 1e-4 --train-steps 300 --batch 16 --length 256"
 STEPS = f"$PYTHON -m benchmarks.delta.steps {STEPS} --out $OUT/delta-steps.json"
 SOAK = "PYTHONPATH=tests/support/calm:$PYTHONPATH $PYTHON -m tests.robustness.soak"
 SOAK = f"{SOAK} --seconds 600 --out $OUT --backend"
+BESIDE = f"{DELTA} {{arm}} --backend inflight_ipc --engine '{{engine}}'"
+ROOM = '{"gpu_memory_utilization": 0.6}'
+ON_ONE = [
+    bench(
+        *(f"bench-delta-{name}-ipc", (1.0,), 390),
+        BESIDE.format(arm=arm, engine=ROOM),
+        environment="BENCH_TRAINER_GPU=0",
+    )
+    for name, arm in (("device", "device"), ("log", "delta"))
+]
+"""On one GPU: the trainer has its weights beside those of the engine."""
 DELTAS = [
     bench("bench-delta-device", (1.0, 0.4), 390, f"{DELTA} device"),
     bench("bench-delta-log", (1.0, 0.4), 420, f"{DELTA} delta"),
     bench("bench-delta-upstream", (1.0, 0.4), 240, f"{DELTA} upstream"),
     Job("bench-kernels", (1.0,), 180, KERNELS, cores=12, on=(0,), quiet=True),
+    Job("bench-memory", (0.5,), 300, MEMORY),
 ]
 """They come first."""
 FRAMEWORKS = [
@@ -129,6 +147,7 @@ def jobs(num_gpus: int) -> list[Job]:
     queue = [
         *early,
         *MANY.get(num_gpus, []),
+        *(ON_ONE if num_gpus == 1 else []),
         *DELTAS,
         *(job for job in rest if job.tests not in known),
         *FRAMEWORKS,
