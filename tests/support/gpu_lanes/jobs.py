@@ -50,15 +50,20 @@ STEPS = "--device cuda --rates 1e-4 --train-steps 300 --batch 16 --length 256"
 STEPS = f"$PYTHON -m benchmarks.delta.steps {STEPS} --out $OUT/delta-steps.json"
 SOAK = "PYTHONPATH=tests/support/calm:$PYTHONPATH $PYTHON -m tests.robustness.soak"
 SOAK = f"{SOAK} --seconds 600 --out $OUT --backend"
-BESIDE = f"{DELTA} {{arm}} --backend inflight_ipc --engine '{{engine}}'"
-ROOM = '{"gpu_memory_utilization": 0.6}'
+BESIDE = """--backend inflight_ipc --engine '{"gpu_memory_utilization": 0.6}'"""
+SWEEP = "gpu.delta --trace --updates 6 --shares 0.0001 0.001 0.01 0.03 0.1 0.25 --arms"
 ON_ONE = [
     bench(
-        *(f"bench-delta-{name}-ipc", (1.0,), 390),
-        BESIDE.format(arm=arm, engine=ROOM),
-        environment="BENCH_TRAINER_GPU=0",
+        f"bench-delta-{name}-ipc",
+        (1.0,),
+        390,
+        f"{command} {BESIDE}",
+        "BENCH_TRAINER_GPU=0",
     )
-    for name, arm in (("device", "device"), ("log", "delta"))
+    for name, command in (
+        ("device", f"{SWEEP} device"),
+        ("log", f"{DELTA} delta"),
+    )
 ]
 """On one GPU: the trainer has its weights beside those of the engine."""
 DELTAS = [
@@ -66,7 +71,6 @@ DELTAS = [
     bench("bench-delta-log", (1.0, 0.4), 420, f"{DELTA} delta"),
     bench("bench-delta-upstream", (1.0, 0.4), 240, f"{DELTA} upstream"),
     Job("bench-kernels", (1.0,), 180, KERNELS, cores=12, on=(0,), quiet=True),
-    Job("bench-memory", (0.5,), 300, MEMORY),
 ]
 """They come first."""
 FRAMEWORKS = [
@@ -79,6 +83,7 @@ FRAMEWORKS = [
 ]
 """They come after the tests that have never run."""
 LAST = [
+    Job("bench-memory", (0.5,), 300, MEMORY),
     Job("bench-steps", (0.2,), 800, STEPS, least=200),
     Job("soak-nccl", (0.05, 0.05), 780, f"{SOAK} inflight_nccl", least=690),
     Job("soak-ipc", (0.05,), 780, f"{SOAK} inflight_ipc", least=690),
