@@ -37,6 +37,8 @@ ON_HOST = {
 """Further options without a GPU: the benchmark can be tried out there."""
 ROLLBACK = "rollback"
 """In place of a share of a plan: the engine goes back to the version before."""
+VERIFY = "verify"
+"""Likewise: what is served is compared with the digest of its label."""
 TRACED = "traced "
 """Before a share: the update is traced."""
 OFF = "off"
@@ -175,6 +177,8 @@ async def main(name: str, folder: str, handle: str) -> None:
     async def update_ours(engine: Any, share: str) -> dict[str, Any]:
         if share == ROLLBACK:
             return {"commit_ms": (await engine.rollback_weights())["gap_ms"]}
+        if share == VERIFY:
+            return {"is_equal": (await engine.verify_weights())["result"] == "equal"}
         if share.startswith(TRACED):
             return await traced(engine, share.removeprefix(TRACED))
         await trainer.send(engine, share)

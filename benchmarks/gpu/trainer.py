@@ -220,7 +220,7 @@ def main(backend: str, folder: str, handle: str) -> None:
         is_whole = kind == "whole" or command == "send"
         if share == "send":
             change(weights.own)
-        else:
+        elif float(share) > 0:  # else the same version is sent again
             step(weights.own, float(share))
         if device.type == "cuda":
             torch.cuda.synchronize(device)
