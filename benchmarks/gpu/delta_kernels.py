@@ -2,7 +2,9 @@
 
 `python -m benchmarks.gpu.delta_kernels [--gib 16] [--shares 0.001 0.01 0.03]`. The
 weights are flat tensors of the sizes of an 8B model. Each kernel runs alone, so the
-figures are what its work takes when nothing else runs.
+figures are what its work takes when nothing else runs. "GPU alone" is the time of the
+kernels and copies themselves. The other figure includes the host, which makes tables
+and launches: beside decoding that does not keep the GPU waiting.
 
 The search of the trainer is timed by the clock too, and its kernels one by one. So the
 report says what of a search the GPU takes, and what the host adds.
@@ -59,6 +61,15 @@ def timed(work: Callable[[], object]) -> float:
         end.synchronize()
         found.append(begin.elapsed_time(end))
     return median(found)
+
+
+def of_gpu(work: Callable[[], object]) -> float:
+    """Milliseconds of the kernels and copies alone."""
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        work()
+        torch.cuda.synchronize()
+    each = recorded.key_averages()
+    return round(sum(one.self_device_time_total for one in each) / 1e3, 3)
 
 
 def timed_search(
@@ -126,7 +137,10 @@ def measure(gib: float, share: float) -> dict[str, Any]:
     places = [own_place(*each) for each in enumerate(live.values())]
     found["bytes"] = float(sum(part.num_bytes for part in parts))
 
-    found["decode"] = timed(lambda: [decode_unproved(part) for part in parts])
+    def note(name: str, work: Callable[[], object]) -> None:
+        found[name], found[f"{name}, GPU alone"] = timed(work), of_gpu(work)
+
+    note("decode", lambda: [decode_unproved(part) for part in parts])
     decoded = [decode_unproved(part) for part in parts]
     logs: list[ChangedElements] = []
 
@@ -140,15 +154,15 @@ def measure(gib: float, share: float) -> dict[str, Any]:
             writer.write(each, logs.append, launches)
             launches.run()
 
-    found["write into the shadow weights"] = timed(lambda: write(shadow))
-    found["copy logged elements"] = timed(lambda: copy_elements(logs, live, shadow))
+    note("write into the shadow weights", lambda: write(shadow))
+    note("copy logged elements", lambda: copy_elements(logs, live, shadow))
     logs.clear()
     shadow.clear()
     log = ChangeLog(device, int(gib * (1 << 30) * max(share * 4, 0.01)))
-    found["write into the log"] = timed(lambda: write(log))
+    note("write into the log", lambda: write(log))
     log.require_room()
     swap = Swap(log, live)
-    found["swap"] = timed(swap)
+    note("swap", swap)
     if swap._is_back:
         swap()
     decoded.clear()
