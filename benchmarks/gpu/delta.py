@@ -12,6 +12,8 @@ The arms run one after the other, each in an engine of its own:
 - `delta`: one set of weights and a log. It starts with the trainer's weights, and its
   whole versions change as many elements as the delta in the middle.
 - `upstream`: vLLM without this package. It gets whole versions in a pause.
+- `upstream, sparse`: the same, with its own sparse updates in a pause. The changes are
+  on the engine's GPU before, so that they are neither found nor sent (sparse_arm.py).
 
 More than one rank: `--ranks 2`, and further options of the engine with `--engine`. With
 `{"data_parallel_size": 3}` these are three engines in one group with the trainer: then
@@ -41,7 +43,7 @@ from typing import Any
 from benchmarks.figures import summary
 from benchmarks.gpu.arm import ROLLBACK, TRACED
 from benchmarks.machine import facts
-from benchmarks.process import arm
+from benchmarks.process import AS_IT_IS, arm
 from benchmarks.record import UPSTREAM, Plan, Record
 from benchmarks.shapes import (
     GIVEN_RANKS,
@@ -54,6 +56,7 @@ from benchmarks.shapes import (
 
 DEVICE, DELTA = ARMS = "device", "delta"
 """The arms of this package, by where they stage."""
+SPARSE = "upstream, sparse"
 WHOLE = ""
 NUM_ROLLBACKS = 4
 
@@ -61,8 +64,9 @@ NUM_ROLLBACKS = 4
 def measure(name: str, options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     """Each round of an arm, and its figures."""
     inflight: dict[str, Any] = {"staging": name if name == DELTA else "auto"}
-    environment = {}
-    whole, shares = WHOLE, options.shares if name in ARMS else []
+    environment: dict[str, str] = dict(AS_IT_IS) if name == SPARSE else {}
+    module = "benchmarks.gpu.sparse_arm" if name == SPARSE else "benchmarks.gpu.arm"
+    whole, shares = WHOLE, [] if name == UPSTREAM else options.shares
     if name == DELTA:
         inflight["delta_gib"] = options.log_gib
         environment[SAVES] = "1"
@@ -72,7 +76,7 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[tuple[str, Any]]
     with tempfile.TemporaryDirectory() as folder:
         path = write_shape(options.shape, Path(folder))
         started = time.monotonic()
-        with arm(name, "benchmarks.gpu.arm", path, log, environment) as process:
+        with arm(name, module, path, log, environment) as process:
             print(f"{name}: up in {time.monotonic() - started:.0f} s", flush=True)
 
             def play(share: str, count: int) -> Record:
@@ -80,9 +84,11 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[tuple[str, Any]]
                     Plan(options.streams, 64, 0.5, [share] * count)
                 )
 
-            # At the first of these the model's loaders are recorded.
-            play(whole, 2)
-            for number, share in enumerate([whole, *shares, whole]):
+            titles = shares if name == SPARSE else [whole, *shares, whole]
+            if name != SPARSE:
+                # At the first of these the model's loaders are recorded.
+                play(whole, 2)
+            for number, share in enumerate(titles):
                 if share != whole:
                     # After whole versions the trainer keeps none, so the first update
                     # is whole. At the first delta all parameters are brought up.
@@ -129,7 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="8B")
     parser.add_argument(
-        "--arms", nargs="+", choices=[*ARMS, UPSTREAM], default=[DEVICE]
+        "--arms", nargs="+", choices=[*ARMS, UPSTREAM, SPARSE], default=[DEVICE]
     )
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--updates", type=int, default=8, help="per round")
@@ -154,7 +160,7 @@ def main() -> None:
         "BENCH_ENGINE": options.engine,
         "BENCH_BACKEND": options.backend,
     }
-    if options.trace:  # how a function gets into the engine's process
+    if options.trace or SPARSE in options.arms:  # a function goes into the engine
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     gpus = require_gpus(options.shape)
     given = {k: v for k, v in vars(options).items() if k != "out"}

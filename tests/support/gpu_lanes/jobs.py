@@ -63,6 +63,7 @@ ON_ONE = [
     for name, command in (
         ("device", f"{SWEEP} device"),
         ("log", f"{DELTA} delta"),
+        ("sparse", "gpu.delta --updates 6 --arms 'upstream, sparse'"),
     )
 ]
 """On one GPU: the trainer has its weights beside those of the engine."""
