@@ -85,11 +85,6 @@ class DeltaBody:
                     self._decoded = at, list(decode(part))
                 yield from (c for c in self._decoded[1] if c.number == number)
 
-    def changes(self) -> Iterator[tuple[str, Changes]]:
-        """All changes, with the name of their tensor."""
-        names = list(self.changed)
-        return ((names[c.number], c) for part in self.parts for c in decode(part))
-
     def drop_decoded(self) -> None:
         """Free what was decoded."""
         self._decoded = -1, []
@@ -126,7 +121,7 @@ class Delta:
     def commit(self) -> PublishedVersion:
         """The base, brought to the version that the delta leads to."""
         self.is_applied = True
-        self.base.advance(self.body.changes(), self.body.changed)
+        self.base.advance(self.body.parts, self.body.changed)
         return self.base
 
 
@@ -262,18 +257,16 @@ class DeltaSearch:
 
         The host waits for a GPU here, and not at every batch.
         """
-        for name, digest in self._digests.results().items():
-            self._announce(name, digest.hex())
+        digests = self._digests.results()  # not in the order of the numbers
+        for name in self._names:
+            spec = self._delta.base.specs[name]
+            digest = digests[name].hex() if name in digests else spec.digest
+            changed = TensorSpec(name, spec.shape, spec.dtype, digest)
+            self._delta.body.changed[name] = changed
         parts, sizes = self._delta.body.parts, self._sizes()
         bring_tables(parts)
         for part in parts:
             part.check(*sizes)
-
-    def _announce(self, name: str, digest: str | None) -> None:
-        """The delta changes a tensor, which has this digest afterwards."""
-        spec = self._delta.base.specs[name]
-        changed = TensorSpec(name, spec.shape, spec.dtype, digest)
-        self._delta.body.changed[name] = changed
 
     def _sizes(self) -> tuple[list[int], list[int]]:
         """Elements of each tensor named so far, and bytes of an element."""
@@ -301,7 +294,6 @@ class DeltaSearch:
         assert tensor is not None
         first = tensor.view(-1)[:1]
         place = torch.zeros(1, dtype=torch.int64, device=first.device)
-        self._announce(name, self._delta.base.specs[name].digest)
         self._note(self._encoder.add_places(0, place, first, first))
         self._note(self._encoder.finish())
 
