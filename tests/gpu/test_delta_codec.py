@@ -15,7 +15,7 @@ from tests.support.deltas import (
 )
 from vllm.inflight import delta, ops
 from vllm.inflight.errors import Malformed
-from vllm.inflight.trainer.deltas import delta as search
+from vllm.inflight.trainer.deltas import batches
 from vllm.inflight.trainer.deltas.delta import DeltaSearch
 from vllm.inflight.trainer.deltas.published import PublishedVersion
 from vllm.inflight.update import TensorSpec
@@ -103,7 +103,7 @@ def test_a_search_in_batches_finds_what_the_host_finds(monkeypatch, batch_bytes)
         name: TensorSpec(name, (SIZE,), "bfloat16", digest)
         for name, digest in digests.items()
     }
-    monkeypatch.setattr(search, "BATCH_BYTES", batch_bytes)
+    monkeypatch.setattr(batches, "BATCH_BYTES", batch_bytes)
     kept = {name: tensor.cuda() for name, tensor in old.items()}
     on_gpu = DeltaSearch(PublishedVersion(kept, specs), "always").find(source())
     on_host = DeltaSearch(PublishedVersion(old, specs), "always").find(new.items())

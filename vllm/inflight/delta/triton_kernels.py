@@ -1,4 +1,4 @@
-"""Finding, encoding, decoding and applying changes on a GPU, by docs/delta-format.md."""
+"""Finding, encoding, decoding and applying changes on a GPU; docs/delta-format.md."""
 
 from __future__ import annotations
 
