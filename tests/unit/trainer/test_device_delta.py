@@ -19,7 +19,7 @@ from tests.support.deltas import (
 )
 from tests.support.triton_compiler import succeeds
 from vllm.inflight.delta import Encoder, Part, device_apply, encode
-from vllm.inflight.delta.decode import decode
+from vllm.inflight.delta.decode import DecodedPart, decode
 from vllm.inflight.delta.device_decode import Launches
 from vllm.inflight.delta.encode import Search
 from vllm.inflight.errors import Malformed
@@ -254,9 +254,14 @@ def refused() -> None:
 
 
 def held() -> None:
-    """What the tables refer to lives until the kernels have run, and no longer."""
+    """What the tables refer to lives until the kernels have run, and no longer: there
+    is never room for two parts."""
     memory: list[weakref.ref[torch.Tensor]] = []
-    add, run = device_apply._add, Launches.run
+    add, run, decode = device_apply._add, Launches.run, device_apply.decode_unproved
+
+    def decoded(part: Part, launches: Launches) -> DecodedPart:
+        assert all(each() is None for each in memory)
+        return decode(part, launches=launches)
 
     def noted(changes, targets, launches) -> None:
         memory.extend(map(weakref.ref, (changes.places, changes.bits)))
@@ -271,6 +276,7 @@ def held() -> None:
     old = [random_bits(torch.bfloat16, 3_000)]
     part, _ = part_of(old)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(device_apply, "decode_unproved", decoded)
         patch.setattr(device_apply, "_add", noted)
         patch.setattr(Launches, "run", run_all)
         device_apply.apply_parts([part, part], old)

@@ -39,6 +39,7 @@ def apply_parts(parts: Sequence[Part], tensors: Sequence[torch.Tensor]) -> None:
         _add(changes, targets[changes.numbers], launches)
         launches.run()
         faults.append(changes.fault)
+        del changes  # the next part gets its memory
     require_sound(faults)
 
 
