@@ -18,7 +18,7 @@ from tests.support.deltas import (
     with_changes,
 )
 from tests.support.triton_compiler import succeeds
-from vllm.inflight.delta import Encoder, Part, device_apply, encode
+from vllm.inflight.delta import Encoder, Part, application, encode
 from vllm.inflight.delta.decode import DecodedPart, decode
 from vllm.inflight.delta.device_decode import Launches
 from vllm.inflight.delta.encode import Search
@@ -63,7 +63,7 @@ def on_device(most: int) -> Iterator[None]:
         patch.setattr(encode, "_HostCoder", coder)
         patch.setattr(Encoder, "search", search)
         patch.setattr(trainer_delta, "Digests", OnDevice)
-        patch.setattr(published, "apply_all", device_apply.apply_parts)
+        patch.setattr(published, "apply_all", application.apply_on_device)
         for module in (trainer_delta, shard_search):
             patch.setattr(module, "batch_bytes", lambda device: most)
         yield
@@ -201,7 +201,7 @@ def launched() -> None:
         with pytest.MonkeyPatch.context() as patch:
             for name in ("decode_gaps", "decode_others", "apply"):
                 patch.setattr(kernels, name, noting(getattr(kernels, name), ran))
-            device_apply.apply_parts([part], old)
+            application.apply_on_device([part], old)
         for tensor, other in zip(old, new, strict=True):
             assert torch.equal(integers(tensor), integers(other))
         counts.append(sorted(ran))
@@ -230,7 +230,7 @@ def beyond() -> None:
     changes.places[-num:] += 1_500
     launches = Launches(CPU)
     target = [[tensor.data_ptr(), tensor.numel(), tensor.itemsize]]
-    device_apply._add(changes, torch.tensor(target).numpy(), launches)
+    application._add(changes, torch.tensor(target).numpy(), launches)
     launches.run()
     assert not torch.equal(tensor, before[1_000:2_000])
     assert torch.equal(memory[:1_000], before[:1_000])
@@ -247,17 +247,17 @@ def refused() -> None:
         ([old[0].to("meta"), old[1]], "device"),
     ):
         with pytest.raises(ValueError, match=why):
-            device_apply.apply_parts([part], wrong)
+            application.apply_on_device([part], wrong)
     part.data[: part.data.numel() // 2] = 255
     with pytest.raises(Malformed, match="row 0: "):
-        device_apply.apply_parts([part], old)
+        application.apply_on_device([part], old)
 
 
 def held() -> None:
     """What the tables refer to lives until the kernels have run, and no longer: there
     is never room for two parts."""
     memory: list[weakref.ref[torch.Tensor]] = []
-    add, run, decode = device_apply._add, Launches.run, device_apply.decode_unproved
+    add, run, decode = application._add, Launches.run, application.decode_unproved
 
     def decoded(part: Part, launches: Launches) -> DecodedPart:
         assert all(each() is None for each in memory)
@@ -276,10 +276,10 @@ def held() -> None:
     old = [random_bits(torch.bfloat16, 3_000)]
     part, _ = part_of(old)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_apply, "decode_unproved", decoded)
-        patch.setattr(device_apply, "_add", noted)
+        patch.setattr(application, "decode_unproved", decoded)
+        patch.setattr(application, "_add", noted)
         patch.setattr(Launches, "run", run_all)
-        device_apply.apply_parts([part, part], old)
+        application.apply_on_device([part, part], old)
     gc.collect()
     assert len(memory) == 4 and all(each() is None for each in memory)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -199,30 +199,6 @@ def apply(changes: Changes, flat_view: torch.Tensor, *, num_threads: int = 1) ->
     if changes.are_differences:
         new = changes.new_bits(integers[changes.places])
     integers.index_copy_(0, changes.places, new)
-
-
-def apply_all(parts: Iterable[Part], tensors: Sequence[torch.Tensor]) -> None:
-    """Write the changes of a delta into tensors that have the old bits.
-
-    Args:
-        parts: of the delta, which were checked. All are on the device of the tensors.
-        tensors: by their number in the parts, contiguous.
-
-    Raises:
-        Malformed: the data of a part is malformed. The tensors may have any bits then.
-        ValueError: a tensor is not contiguous, or has another width or device than its
-            changes.
-
-    """
-    parts = list(parts)
-    if all(part.data.device.type == "cpu" for part in parts):
-        for part in parts:
-            for changes in decode(part):
-                apply(changes, tensors[changes.number].view(-1))
-        return
-    from vllm.inflight.delta.device_apply import apply_parts
-
-    apply_parts(parts, tensors)
 
 
 def before(counts: Numbers) -> Numbers:

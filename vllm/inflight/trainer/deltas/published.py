@@ -8,13 +8,13 @@ object, or when the process ends. A delta that is committed is applied to them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import IO
 
 import torch
 
 from vllm.inflight import ops
-from vllm.inflight.delta.decode import apply_all
+from vllm.inflight.delta.application import apply_all
 from vllm.inflight.delta.part import Part
 from vllm.inflight.errors import ConfigError
 from vllm.inflight.ops.gpu_digest import GpuDigest
@@ -87,7 +87,7 @@ class PublishedVersion:
             if digest.hex() != self.specs[name].digest
         ]
 
-    def advance(self, parts: Iterable[Part], specs: Mapping[str, TensorSpec]) -> None:
+    def advance(self, parts: Sequence[Part], specs: Mapping[str, TensorSpec]) -> None:
         """Apply a delta to the tensors. If this fails, they are no version any more.
 
         Args:

@@ -1,4 +1,4 @@
-"""Applying a delta on a GPU: a few launches a part, whatever the number of tensors."""
+"""Applying all parts of a delta to the tensors that they change."""
 
 from __future__ import annotations
 
@@ -8,22 +8,42 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from vllm.inflight.delta.decode import DecodedPart, decode_unproved, require_sound
+from vllm.inflight.delta.decode import (
+    DecodedPart,
+    apply,
+    decode,
+    decode_unproved,
+    require_sound,
+)
 from vllm.inflight.delta.device_decode import Launches, Table
 from vllm.inflight.delta.part import Part
 
 
-def apply_parts(parts: Sequence[Part], tensors: Sequence[torch.Tensor]) -> None:
-    """Write the changes of a delta into tensors of a GPU; the host waits once.
+def apply_all(parts: Sequence[Part], tensors: Sequence[torch.Tensor]) -> None:
+    """Write the changes of a delta into tensors that have the old bits.
 
     Args:
-        parts: one or more; as in `decode.apply_all`.
-        tensors: likewise.
+        parts: of the delta, which were checked. All are on the device of the tensors.
+        tensors: by their number in the parts, contiguous.
 
     Raises:
-        Malformed: as in `decode.apply_all`.
-        ValueError: likewise.
+        Malformed: the data of a part is malformed. The tensors may have any bits then.
+        ValueError: a tensor is not contiguous, or has another width or device than its
+            changes.
 
+    """
+    if any(part.data.device.type != "cpu" for part in parts):
+        apply_on_device(parts, tensors)
+        return
+    for part in parts:
+        for changes in decode(part):
+            apply(changes, tensors[changes.number].view(-1))
+
+
+def apply_on_device(parts: Sequence[Part], tensors: Sequence[torch.Tensor]) -> None:
+    """The same on a GPU: a few launches a part, whatever the number of its tensors.
+
+    The host waits once, at the end. There is a part at least.
     """
     device = parts[0].data.device
     devices = {tensor.device for tensor in tensors}
