@@ -18,7 +18,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-from vllm.inflight.trainer.deltas.delta import WHOLE_FROM
+from vllm.inflight.trainer.deltas.batches import WHOLE_FROM
 
 CODED = {"encode_s": "search and coding", "decode_s": "decoding", "apply_s": "applying"}
 """Seconds of a row of the sweep → what took them."""

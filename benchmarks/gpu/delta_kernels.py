@@ -6,8 +6,9 @@ figures are what its work takes when nothing else runs. "GPU alone" is the time 
 kernels and copies themselves. The other figure includes the host, which makes tables
 and launches: beside decoding that does not keep the GPU waiting.
 
-The search of the trainer is timed by the clock too, and its kernels one by one. So the
-report says what of a search the GPU takes, and what the host adds.
+The search of the trainer is timed by the clock too, and its commit, in which the kept
+version becomes the next one. The kernels of both are timed one by one. So the report
+says what the GPU takes of them, and what the host adds.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from benchmarks.machine import facts
 from vllm.inflight.delta import Encoder
 from vllm.inflight.delta.decode import decode_unproved
 from vllm.inflight.delta.device_decode import Launches
-from vllm.inflight.trainer.deltas import delta
+from vllm.inflight.trainer.deltas import batches
+from vllm.inflight.trainer.deltas.delta import Delta, DeltaSearch
 from vllm.inflight.trainer.deltas.published import PublishedVersion, digests_of
 from vllm.inflight.update import TensorSpec
 from vllm.inflight.worker.delta.dense import Came, Comparison
@@ -64,48 +66,92 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def of_gpu(work: Callable[[], object]) -> float:
-    """Milliseconds of the kernels and copies alone."""
+    """Milliseconds of all kernels and copies of some work, without the host."""
+    return round(sum(kernels_of(work).values()), 3)
+
+
+def kernels_of(work: Callable[[], object]) -> dict[str, float]:
+    """Milliseconds of each kernel that runs for some work."""
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         work()
         torch.cuda.synchronize()
-    each = recorded.key_averages()
-    return round(sum(one.self_device_time_total for one in each) / 1e3, 3)
-
-
-def timed_search(
-    old: dict[str, torch.Tensor], new: dict[str, torch.Tensor]
-) -> dict[str, Any]:
-    """Milliseconds of a trainer's search by the clock, and of each of its kernels."""
-    specs = {
-        name: TensorSpec(name, tuple(tensor.shape), "bfloat16", digest.hex())
-        for (name, tensor), digest in zip(
-            old.items(), digests_of([*old.items()]), strict=True
-        )
-    }
-    base = PublishedVersion(old, specs)
-
-    def search() -> float:
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        delta.DeltaSearch(base, "always").find(new.items())
-        torch.cuda.synchronize()
-        return (time.perf_counter() - began) * 1e3
-
-    found: dict[str, Any] = {}
-    usual = delta.BATCH_BYTES
-    for factor in (4, 1):  # larger batches wait for the GPU less often
-        delta.BATCH_BYTES = usual * factor
-        search()
-        name = f"search, {delta.BATCH_BYTES >> 30} GiB at once"
-        found[name] = median(search() for _ in range(REPEATS))
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        search()
-    found["kernels of the search"] = {
+    return {
         each.key[:60]: round(each.self_device_time_total / 1e3, 3)
         for each in recorded.key_averages()
         if each.self_device_time_total
     }
+
+
+def by_clock(work: Callable[[], object]) -> float:
+    """Milliseconds until the GPU has done some work."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - began) * 1e3
+
+
+def version_of(tensors: dict[str, torch.Tensor]) -> PublishedVersion:
+    """These tensors as the version that a trainer keeps."""
+    digests = digests_of([*tensors.items()])
+    specs = {
+        name: TensorSpec(name, tuple(tensor.shape), "bfloat16", digest.hex())
+        for (name, tensor), digest in zip(tensors.items(), digests, strict=True)
+    }
+    return PublishedVersion(tensors, specs)
+
+
+def timed_search(
+    base: PublishedVersion, new: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Milliseconds of a trainer's search by the clock, and of each of its kernels."""
+
+    def search() -> None:
+        DeltaSearch(base, "always").find(new.items())
+
+    found: dict[str, Any] = {}
+    usual = batches.BATCH_BYTES
+    for factor in (4, 1):  # larger batches wait for the GPU less often
+        batches.BATCH_BYTES = usual * factor
+        search()
+        name = f"search, {batches.BATCH_BYTES >> 30} GiB at once"
+        found[name] = median(by_clock(search) for _ in range(REPEATS))
+    found["kernels of the search"] = kernels_of(search)
     return found
+
+
+def timed_commit(
+    base: PublishedVersion, new: dict[str, torch.Tensor], old: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Milliseconds in which a trainer's kept version becomes the next one.
+
+    By the clock, and of each kernel. The version ends as it began.
+
+    Args:
+        base: the kept version.
+        new: the next one.
+        old: a copy of the kept one.
+
+    """
+
+    def found_in(tensors: dict[str, torch.Tensor]) -> Delta:
+        delta = DeltaSearch(base, "always").find(tensors.items())
+        assert isinstance(delta, Delta)
+        return delta
+
+    times = [
+        by_clock(found_in(tensors).commit)
+        for _ in range(REPEATS)
+        for tensors in (new, old)
+    ]
+    kernels = kernels_of(found_in(new).commit)
+    assert all(torch.equal(tensor, new[name]) for name, tensor in base.pairs())
+    found_in(old).commit()
+    # The first two compile.
+    return {
+        "commit of the trainer's kept version": median(times[2:]),
+        "kernels of that commit": kernels,
+    }
 
 
 def measure(gib: float, share: float) -> dict[str, Any]:
@@ -122,7 +168,8 @@ def measure(gib: float, share: float) -> dict[str, Any]:
         at = torch.rand(tensor.shape, device=device) < share
         tensor.view(torch.int16)[at] += 1
         del at
-    found = timed_search(live, new)
+    base = version_of(live)
+    found = timed_search(base, new) | timed_commit(base, new, shadow)
     encoder = Encoder()
     pairs = [(live[name], tensor) for name, tensor in new.items()]
     parts = [*encoder.add_all(0, pairs), *encoder.finish()]

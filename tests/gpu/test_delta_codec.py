@@ -15,7 +15,7 @@ from tests.support.deltas import (
 )
 from vllm.inflight import delta, ops
 from vllm.inflight.errors import Malformed
-from vllm.inflight.trainer.deltas import delta as search
+from vllm.inflight.trainer.deltas import batches
 from vllm.inflight.trainer.deltas.delta import DeltaSearch
 from vllm.inflight.trainer.deltas.published import PublishedVersion
 from vllm.inflight.update import TensorSpec
@@ -87,31 +87,41 @@ def test_many_tensors_are_encoded_at_once_on_the_gpu():
 
 @pytest.mark.parametrize("batch_bytes", [1 << 20, 30_000_000, 1 << 30])
 def test_a_search_in_batches_finds_what_the_host_finds(monkeypatch, batch_bytes):
-    old = {f"w{n}": random_bits(torch.bfloat16, SIZE, n) for n in range(12)}
+    dtypes = torch.bfloat16, torch.float32, torch.int8
+    old = {f"w{n}": random_bits(dtypes[n % 3], SIZE, n) for n in range(12)}
     new = {
-        name: with_changes(tensor, scattered(SIZE, 0.02 * (n % 3)), most=9)
+        name: with_changes(tensor, scattered(SIZE, 0.02 * (n % 4)), most=9)
         for n, (name, tensor) in enumerate(old.items())
     }
-    memory = torch.empty(SIZE, dtype=torch.bfloat16, device="cuda")
+    memory = torch.empty(SIZE, dtype=torch.float32, device="cuda")
 
     def source():
         for name, tensor in new.items():
-            yield name, memory.copy_(tensor)  # it is overwritten by the next one
+            here = memory.view(tensor.dtype)[:SIZE]
+            yield name, here.copy_(tensor)  # it is overwritten by the next one
 
-    digests = {name: ops.digest([tensor])[0].hex() for name, tensor in old.items()}
     specs = {
-        name: TensorSpec(name, (SIZE,), "bfloat16", digest)
-        for name, digest in digests.items()
+        name: TensorSpec(
+            name,
+            (SIZE,),
+            str(tensor.dtype).removeprefix("torch."),
+            ops.digest([tensor])[0].hex(),
+        )
+        for name, tensor in old.items()
     }
-    monkeypatch.setattr(search, "BATCH_BYTES", batch_bytes)
+    monkeypatch.setattr(batches, "BATCH_BYTES", batch_bytes)
     kept = {name: tensor.cuda() for name, tensor in old.items()}
     on_gpu = DeltaSearch(PublishedVersion(kept, specs), "always").find(source())
     on_host = DeltaSearch(PublishedVersion(old, specs), "always").find(new.items())
-    assert on_gpu.body.changed == on_host.body.changed
+    assert list(on_gpu.body.changed.items()) == list(on_host.body.changed.items())
     assert len(on_gpu.body.parts) == len(on_host.body.parts)
     for part, other in zip(on_gpu.body.parts, on_host.body.parts, strict=True):
         assert torch.equal(part.table.cpu(), other.table)
         assert torch.equal(part.data.cpu(), other.data)
+    version = on_gpu.commit()
+    assert version.digest == on_host.commit().digest
+    for name, tensor in version.pairs():
+        assert torch.equal(integers(tensor.cpu()), integers(new[name]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -265,6 +265,7 @@ def compile_kernels() -> None:
         ),
         (codec._decode_gaps, rows | part, [integer, ("CODES", 1024)]),
         (codec._decode_others, {"rows": long} | part, [integer, lanes, ("SHORT", 64)]),
+        (codec._apply, rows, [integer, lanes]),
         (
             digests._changes,
             {"places": long, "old_bits": bits, "new_bits": bits, "sums": long} | one,

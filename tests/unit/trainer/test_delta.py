@@ -10,7 +10,9 @@ from tests.support.deltas import integers, random_bits
 from vllm.inflight.trainer.deltas import delta as trainer_delta
 from vllm.inflight.trainer.deltas.delta import Delta, DeltaSearch
 from vllm.inflight.trainer.deltas.published import PublishedVersion
+from vllm.inflight.trainer.deltas.updates import DeltaUpdates
 from vllm.inflight.trainer.snapshot import DTYPES, Snapshot
+from vllm.inflight.update import Manifest
 
 Weights = dict[str, torch.Tensor]
 SIZES = (1, 7, 4096, 70_001)
@@ -133,3 +135,35 @@ def test_a_source_may_reuse_memory_for_its_next_tensor(
     else:
         assert is_other
         assert same(((name, tensor.clone()) for name, tensor in found), new)
+
+
+def test_after_a_commit_that_fails_in_the_trainer_the_whole_version_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Client:
+        def start_weight_update(self, manifest: Any = None) -> None:
+            """Takes a manifest, as deltas need it."""
+
+    def transfer(manifest: Manifest, pairs: list[Any]) -> None:
+        sent.append(manifest.base)
+
+    def half(self: PublishedVersion, parts: Any, specs: Any) -> None:
+        self.tensor("matrix").zero_()
+        raise MemoryError("no room for the changes")
+
+    sent: list[str | None] = []
+    updates = DeltaUpdates(Client(), "always", "host", torch.device("cpu"), transfer)
+    made = [weights()]
+    for _ in range(4):
+        made.append(moved(made[-1], ["matrix"]))
+    updates.send(made[0].items())
+    updates.send(made[1].items())
+    assert updates.last is not None and updates.last.is_delta
+    with monkeypatch.context() as patch:
+        patch.setattr(PublishedVersion, "advance", half)
+        with pytest.raises(MemoryError):
+            updates.send(made[2].items())
+    for new, is_delta in ((made[3], False), (made[4], True)):
+        updates.send(new.items())
+        assert updates.last.is_delta == is_delta
+    assert [base is not None for base in sent] == [False, True, True, False, True]

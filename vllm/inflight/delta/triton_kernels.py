@@ -1,4 +1,4 @@
-"""Finding, encoding and decoding changes on a GPU, by docs/delta-format.md."""
+"""Finding, encoding, decoding and applying changes on a GPU; docs/delta-format.md."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ COLUMNS = 16
 SEARCH_COLUMNS = 6
 """int64 values of a row of `count` and `compact`."""
 
+APPLY_COLUMNS = 7
+"""int64 values of a row of `apply`."""
+
 ENCODE_COLUMNS = 12
 """int64 values of a row of `measure` and `encode`."""
 
@@ -49,7 +52,7 @@ FAULTS = (
 
 NUM_FAULTS = 8
 ENTRIES_PER_STEP = 1024
-"""Entries that a program encodes; entries, bits or runs that a program of
+"""Entries that a program encodes or applies; entries, bits or runs that a program of
 `decode_others` takes at once."""
 SHORT_RUN = 64
 """Elements of a run that is written side by side with others."""
@@ -607,6 +610,25 @@ def _decode_others(
     tl.atomic_min(fault, index * 8 + found, mask=found != 7)
 
 
+@triton.jit(do_not_specialize_on_alignment=["rows", "owners"])
+def _apply(rows, owners, INTEGER: tl.constexpr, LANES: tl.constexpr):
+    program = tl.program_id(0)
+    row = rows + tl.load(owners + program).to(tl.int64) * 7
+    places = tl.load(row).to(tl.pointer_type(tl.int64))
+    bits = tl.load(row + 1).to(tl.pointer_type(INTEGER))
+    tensor = tl.load(row + 2).to(tl.pointer_type(INTEGER))
+    size = tl.load(row + 3)
+    num = tl.load(row + 4)
+    entry = (program - tl.load(row + 5)) * LANES + tl.arange(0, LANES)
+    # One for each lane, because masks are combined with them.
+    is_added = (tl.load(row + 6) + tl.zeros((LANES,), tl.int64)) != 0
+    place = tl.load(places + entry, mask=entry < num, other=-1)
+    inside = (place >= 0) & (place < size)
+    change = tl.load(bits + entry, mask=inside, other=0)
+    before = tl.load(tensor + place, mask=inside & is_added, other=0)
+    tl.store(tensor + place, (before + change).to(INTEGER), mask=inside)
+
+
 class Differing(NamedTuple):
     """What `count` finds, for each of its programs.
 
@@ -803,6 +825,22 @@ def decode_others(
         INTEGER=INTEGERS[width],
         LANES=ENTRIES_PER_STEP,
         SHORT=SHORT_RUN,
+    )
+
+
+def apply(rows: torch.Tensor, owners: torch.Tensor, width: int) -> None:
+    """Write changes of one element width into their tensors, in one launch.
+
+    Args:
+        rows: int64 [groups, APPLY_COLUMNS] on the GPU, or flat: addresses of the
+            places, of the bits and of the tensor, elements of the tensor, number of
+            changes, number of the first program, and whether the bits are added.
+        owners: the row of each program; int32.
+        width: bytes of an element.
+
+    """
+    _apply[(len(owners),)](
+        rows, owners, INTEGER=INTEGERS[width], LANES=ENTRIES_PER_STEP
     )
 
 

@@ -19,7 +19,8 @@ from vllm.inflight.delta.encode import Encoder
 from vllm.inflight.delta.part import Part
 from vllm.inflight.errors import ConfigError
 from vllm.inflight.ops import INTEGERS
-from vllm.inflight.trainer.deltas.delta import WHOLE_FROM, Delta, DeltaBody
+from vllm.inflight.trainer.deltas.batches import WHOLE_FROM
+from vllm.inflight.trainer.deltas.delta import Delta, DeltaBody
 from vllm.inflight.trainer.sources.stream import Pair
 from vllm.inflight.update import TensorSpec
 

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
-import torch
-
 from vllm.inflight import ops
 from vllm.inflight.delta.decode import Changes, apply, decode
-from vllm.inflight.delta.encode import Encoder, Search
 from vllm.inflight.delta.part import Part, bring_tables
 from vllm.inflight.errors import (
     BaseMismatch,
@@ -21,22 +17,13 @@ from vllm.inflight.errors import (
     Malformed,
     WeightsMismatch,
 )
+from vllm.inflight.trainer.deltas.batches import BatchedSearch, batch_bytes
 from vllm.inflight.trainer.deltas.published import Digests, PublishedVersion
 from vllm.inflight.trainer.snapshot import Snapshot, check_tensor
 from vllm.inflight.trainer.sources.stream import Pair
 from vllm.inflight.update import Manifest, TensorSpec
 
 POLICIES = ("auto", "off", "always")
-
-WHOLE_FROM = 0.25
-"""Share of a version's bytes from which the policy `auto` sends the version whole."""
-
-LOOKED_AT_BYTES = 16 << 20
-"""Bytes that are compared before that share is believed."""
-
-BATCH_BYTES = 1 << 30
-"""Bytes of tensors that a GPU compares at once. They are copied, as a source may reuse
-the memory of a tensor for the next one. Two such copies are there at a time."""
 
 OF_A_DELTA = (
     BaseMismatch,
@@ -49,8 +36,6 @@ OF_A_DELTA = (
 
 MOST_UNSUPPORTED = 3
 """After so many deltas that an engine could not apply, none is tried any more."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -84,11 +69,6 @@ class DeltaBody:
                 if self._decoded[0] != at:
                     self._decoded = at, list(decode(part))
                 yield from (c for c in self._decoded[1] if c.number == number)
-
-    def changes(self) -> Iterator[tuple[str, Changes]]:
-        """All changes, with the name of their tensor."""
-        names = list(self.changed)
-        return ((names[c.number], c) for part in self.parts for c in decode(part))
 
     def drop_decoded(self) -> None:
         """Free what was decoded."""
@@ -126,7 +106,7 @@ class Delta:
     def commit(self) -> PublishedVersion:
         """The base, brought to the version that the delta leads to."""
         self.is_applied = True
-        self.base.advance(self.body.changes(), self.body.changed)
+        self.base.advance(self.body.parts, self.body.changed)
         return self.base
 
 
@@ -141,18 +121,11 @@ class DeltaSearch:
 
     def __init__(self, base: PublishedVersion, policy: str) -> None:
         self._delta = Delta(base, base.digest)
-        self._policy = policy
-        self._encoder = Encoder()
+        self._search = BatchedSearch[Pair](policy)
         self._names: list[str] = []
         """The changed tensors, by their number."""
         self._digests = Digests()
         """Of these tensors, until they are announced."""
-        self._begun: tuple[list[Pair], Search] = [], Search([], None)
-        """The batch that is compared now."""
-        self._num_bytes = 0
-        """Bytes of the parts."""
-        self._num_compared = 0
-        """Bytes of the tensors compared so far."""
 
     def run(self, pairs: Iterable[Pair], directory: Path | None) -> Delta | Snapshot:
         """The delta, or a snapshot of all tensors where no delta is to be sent.
@@ -197,33 +170,32 @@ class DeltaSearch:
             is_own = not ops.has_memory(here) or here.data_ptr() != tensor.data_ptr()
             most = batch_bytes(base.device)
             if most and not is_own:
-                here = here.clone()
+                here = here.clone()  # the next tensor may come in the same memory
             batch.append((name, here))
             num_bytes += here.nbytes
             if num_bytes < most:
                 continue
             compared += self._compare(batch)
             if not most:  # the tensor may change from now on
-                compared += self._finish()
+                compared += self._note(self._search.finish())
             batch, num_bytes = [], 0
-            if self._num_compared >= LOOKED_AT_BYTES and self._is_dear():
+            if self._search.is_given_up:
                 # What was compared so far is made again from the base.
                 return chain(self._before(compared), incoming)
         compared += self._compare(batch)
-        compared += self._finish()
-        self._note(self._encoder.finish())
-        if len(seen) < len(self._delta.base.specs) or self._is_dear():
+        compared += self._note(self._search.finish())
+        self._search.close()
+        if len(seen) < len(self._delta.base.specs) or self._search.is_dear:
             return self._before(compared)
         if not self._names:
             self._add_nothing()
-        self._close()
+        self._announce()
         return self._delta
 
     def _compare(self, batch: list[Pair]) -> list[str]:
-        """Begin to compare tensors with those of the base.
+        """Begin to compare tensors with those of the base, and finish the batch before.
 
-        Meanwhile the batch before is finished, so that a GPU has always something to
-        do. Returns the names of that one's tensors.
+        Returns the names of that one's tensors.
         """
         olds = [self._delta.base.tensor(name) for name, _ in batch]
         pairs = [
@@ -231,49 +203,33 @@ class DeltaSearch:
             for old, (_, here) in zip(olds, batch, strict=True)
             if old is not None
         ]
-        search = self._encoder.search(pairs)
-        names = self._finish()
-        self._begun = batch, search
-        return names
+        return self._note(self._search.compare(batch, pairs))
 
-    def _finish(self) -> list[str]:
-        """Finish the batch that was begun; returns the names of its tensors."""
-        batch, search = self._begun
-        self._begun = [], Search([], None)
-        made = list(self._encoder.add_found(len(self._names), search))
-        has_changed = self._encoder.have_changed
-        changed = [pair for pair, has in zip(batch, has_changed, strict=True) if has]
+    def _note(self, finished: tuple[Sequence[Pair], list[Pair]]) -> list[str]:
+        """Note what has changed in a batch; returns the names of its tensors."""
+        batch, changed = finished
         self._names += [name for name, _ in changed]
         # Of the tensors themselves, and not worked out from the base: an error in the
         # base would stay unseen, because digests add up.
         self._digests.add(changed)
-        self._note(made)
-        self._num_compared += sum(here.nbytes for _, here in batch)
         return [name for name, _ in batch]
 
-    def _note(self, parts: Iterable[Part]) -> None:
-        """Keep these parts."""
-        for part in parts:
-            self._delta.body.parts.append(part)
-            self._num_bytes += part.num_bytes
-
-    def _close(self) -> None:
+    def _announce(self) -> None:
         """Announce what has changed, and check the parts.
 
         The host waits for a GPU here, and not at every batch.
         """
-        for name, digest in self._digests.results().items():
-            self._announce(name, digest.hex())
-        parts, sizes = self._delta.body.parts, self._sizes()
+        digests = self._digests.results()  # not in the order of the numbers
+        for name in self._names:
+            spec = self._delta.base.specs[name]
+            digest = digests[name].hex() if name in digests else spec.digest
+            changed = TensorSpec(name, spec.shape, spec.dtype, digest)
+            self._delta.body.changed[name] = changed
+        parts, sizes = self._search.parts, self._sizes()
+        self._delta.body.parts = parts
         bring_tables(parts)
         for part in parts:
             part.check(*sizes)
-
-    def _announce(self, name: str, digest: str | None) -> None:
-        """The delta changes a tensor, which has this digest afterwards."""
-        spec = self._delta.base.specs[name]
-        changed = TensorSpec(name, spec.shape, spec.dtype, digest)
-        self._delta.body.changed[name] = changed
 
     def _sizes(self) -> tuple[list[int], list[int]]:
         """Elements of each tensor named so far, and bytes of an element."""
@@ -281,16 +237,11 @@ class DeltaSearch:
         known = [tensor for tensor in named if tensor is not None]
         return [t.numel() for t in known], [t.element_size() for t in known]
 
-    def _is_dear(self) -> bool:
-        """Whether the whole version would cost less than this delta."""
-        is_dear = self._num_bytes >= WHOLE_FROM * self._num_compared
-        return is_dear and self._policy == "auto"
-
     def _before(self, compared: list[str]) -> Iterator[Pair]:
         """The tensors that were taken from the source, made again from the base."""
-        taken = compared + self._finish()
-        self._note(self._encoder.finish())
-        self._close()
+        taken = compared + self._note(self._search.finish())
+        self._search.close()
+        self._announce()
         return self._delta.whole(taken)
 
     def _add_nothing(self) -> None:
@@ -299,16 +250,8 @@ class DeltaSearch:
         self._names.append(name)
         tensor = self._delta.base.tensor(name)
         assert tensor is not None
-        first = tensor.view(-1)[:1]
-        place = torch.zeros(1, dtype=torch.int64, device=first.device)
-        self._announce(name, self._delta.base.specs[name].digest)
-        self._note(self._encoder.add_places(0, place, first, first))
-        self._note(self._encoder.finish())
-
-
-def batch_bytes(device: torch.device) -> int:
-    """Bytes of tensors that are compared at once on a device."""
-    return 0 if device.type == "cpu" else BATCH_BYTES
+        self._search.add_nothing(tensor)
+        self._search.close()
 
 
 def _size(base: PublishedVersion, name: str) -> int:

@@ -8,13 +8,14 @@ object, or when the process ends. A delta that is committed is applied to them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import IO
 
 import torch
 
 from vllm.inflight import ops
-from vllm.inflight.delta.decode import Changes, apply
+from vllm.inflight.delta.application import apply_all
+from vllm.inflight.delta.part import Part
 from vllm.inflight.errors import ConfigError
 from vllm.inflight.ops.gpu_digest import GpuDigest
 from vllm.inflight.trainer.snapshot import (
@@ -86,12 +87,15 @@ class PublishedVersion:
             if digest.hex() != self.specs[name].digest
         ]
 
-    def advance(
-        self, changes: Iterable[tuple[str, Changes]], specs: Mapping[str, TensorSpec]
-    ) -> None:
-        """Apply the changes of a delta; `specs` are the changed tensors afterwards."""
-        for name, some in changes:
-            apply(some, self._tensors[name].view(-1))
+    def advance(self, parts: Sequence[Part], specs: Mapping[str, TensorSpec]) -> None:
+        """Apply a delta to the tensors. If this fails, they are no version any more.
+
+        Args:
+            parts: of the delta, which were checked.
+            specs: the changed tensors afterwards, in the order of their numbers.
+
+        """
+        apply_all(parts, [self._tensors[name] for name in specs])
         self.specs |= specs
         self.digest = version_digest(self.specs)
 

@@ -21,13 +21,13 @@ from vllm.inflight.delta.encode import Encoder
 from vllm.inflight.delta.part import Part
 from vllm.inflight.errors import ConfigError, DeltaUnsupported
 from vllm.inflight.ops import Digest
-from vllm.inflight.trainer.deltas.chain import KEPT_DELTAS, union
-from vllm.inflight.trainer.deltas.delta import (
-    LOOKED_AT_BYTES,
+from vllm.inflight.trainer.deltas.batches import (
     WHOLE_FROM,
-    DeltaBody,
+    BatchedSearch,
     batch_bytes,
 )
+from vllm.inflight.trainer.deltas.chain import KEPT_DELTAS, union
+from vllm.inflight.trainer.deltas.delta import DeltaBody
 from vllm.inflight.trainer.deltas.published import SCRUB_EVERY, KeptScrubs, note_damage
 from vllm.inflight.trainer.sources.shards import Box, OwnShard, shard_digests
 from vllm.inflight.update import TensorSpec
@@ -100,31 +100,27 @@ class ShardSearch:
         if boxes != self._boxes:
             return ShardReport(boxes, shard_digests(shards))
         # Differences, since rank 0 has no old bits to go with other ones.
-        encoder = Encoder(values="difference")
-        report = ShardReport(changed=[])
-        assert report.changed is not None
-        num_bytes = num_compared = 0
-        own = left = [one for one in shards if one.name not in self._left]
-        for batch in _batches(own, batch_bytes(self._device)):
+        search = BatchedSearch[OwnShard](policy, values="difference")
+        own = [one for one in shards if one.name not in self._left]
+        num_finished, changed = 0, list[OwnShard]()
+        # The empty batch finishes the last one.
+        for batch in (*_batches(own, batch_bytes(self._device)), []):
             pairs = [(self._kept[one.name], self._here(one)) for one in batch]
-            made = list(encoder.add_all(len(report.changed), pairs))
-            has_changed = encoder.have_changed
-            changed = [one for one, has in zip(batch, has_changed, strict=True) if has]
-            report.changed += [one.name for one in changed]
+            finished, some = search.compare(batch, pairs)
+            num_finished += len(finished)
+            changed += some
+            if search.is_given_up:
+                return ShardReport(
+                    digests=shard_digests([*changed, *own[num_finished:]])
+                )
+        search.close()
+        self.parts = search.parts
+        return ShardReport(
             # Of the shards themselves, and not worked out from the kept ones.
-            report.digests |= shard_digests(changed)
-            self.parts += made
-            num_bytes += sum(part.num_bytes for part in made)
-            num_compared += sum(old.nbytes for old, _ in pairs)
-            left = left[len(batch) :]
-            is_dear = num_bytes >= WHOLE_FROM * num_compared
-            if policy == "auto" and is_dear and num_compared >= LOOKED_AT_BYTES:
-                report.digests |= shard_digests(left)
-                report.changed, self.parts = None, []
-                return report
-        self.parts += encoder.finish()
-        report.part_sizes = sizes_of(self.parts)
-        return report
+            digests=shard_digests(changed),
+            changed=[one.name for one in changed],
+            part_sizes=sizes_of(self.parts),
+        )
 
     def since(
         self, shards: Sequence[OwnShard], report: ShardReport, number: int
@@ -432,11 +428,13 @@ def _spec(shard: OwnShard) -> TensorSpec:
 def _batches(shards: Sequence[OwnShard], most: int) -> Iterator[list[OwnShard]]:
     """Shards in order, in lists of about so many bytes, or of one shard."""
     batch: list[OwnShard] = []
+    num_bytes = 0
     for shard in shards:
         batch.append(shard)
-        if sum(one.tensor.nbytes for one in batch) >= most:
+        num_bytes += shard.tensor.nbytes
+        if num_bytes >= most:
             yield batch
-            batch = []
+            batch, num_bytes = [], 0
     if batch:
         yield batch
 

@@ -22,8 +22,9 @@ import torch
 from vllm.inflight.delta.part import Part
 from vllm.inflight.delta.parts import named
 from vllm.inflight.errors import BaseMismatch, ConfigError
+from vllm.inflight.trainer.deltas.batches import WHOLE_FROM
 from vllm.inflight.trainer.deltas.chain import KEPT_DELTAS
-from vllm.inflight.trainer.deltas.delta import OF_A_DELTA, WHOLE_FROM, DeltaBody
+from vllm.inflight.trainer.deltas.delta import OF_A_DELTA, DeltaBody
 from vllm.inflight.trainer.deltas.policy import DeltaPolicy, Sent
 from vllm.inflight.trainer.deltas.published import SCRUB_EVERY, version_digest
 from vllm.inflight.trainer.deltas.ranks import TrainerRanks

@@ -140,6 +140,7 @@ class DeltaUpdates:
             self._policy.note_rejected(error)
             return False
         self._policy.note_committed()
+        self._base = None  # until the kept version is the one that is served
         version = delta.commit()
         self._chain.note(delta)
         self._confirm(version, served, is_delta=True, pairs=pairs, search_s=search_s)

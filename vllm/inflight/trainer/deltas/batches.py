@@ -1,0 +1,122 @@
+"""Looking for changes in batches of tensors: one is compared while another is encoded.
+
+A GPU compares a batch while the host chooses the forms of the one before. So it always
+has something to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Generic, Literal, TypeVar
+
+import torch
+
+from vllm.inflight.delta.encode import Encoder, Search
+from vllm.inflight.delta.part import Part
+
+WHOLE_FROM = 0.25
+"""Share of a version's bytes from which the policy `auto` sends the version whole."""
+
+LOOKED_AT_BYTES = 16 << 20
+"""Bytes that are compared before that share is believed."""
+
+BATCH_BYTES = 1 << 30
+"""Bytes of tensors that a GPU compares at once. Two such batches are there at a time.
+"""
+
+T = TypeVar("T")
+
+
+class BatchedSearch(Generic[T]):
+    """Compares batches of tensors, and encodes what has changed.
+
+    Tensors that have changed are numbered from 0 on, over all batches.
+
+    Args:
+        policy: with `auto` a delta may be too dear.
+        values: the form of the values, as of `Encoder`.
+
+    Attributes:
+        parts: of the delta, so far.
+
+    """
+
+    def __init__(
+        self, policy: str, values: Literal["auto", "difference"] = "auto"
+    ) -> None:
+        self.parts: list[Part] = []
+        self._policy = policy
+        self._encoder = Encoder(values=values)
+        self._begun: tuple[Sequence[T], Search] = [], Search([], None)
+        """The batch that is compared now."""
+        self._num_changed = 0
+        self._num_bytes = 0
+        """Bytes of the parts."""
+        self._num_compared = 0
+        """Bytes of the tensors of the batches that are finished."""
+
+    def compare(
+        self, batch: Sequence[T], pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> tuple[Sequence[T], list[T]]:
+        """Begin to compare a batch, and finish the one before.
+
+        Args:
+            batch: what the caller calls these tensors.
+            pairs: each before and now, as for `Encoder.search`. None may change before
+                the batch is finished.
+
+        Returns:
+            as `finish`, of the batch before.
+
+        """
+        search = self._encoder.search(pairs)
+        finished = self.finish()
+        self._begun = batch, search
+        return finished
+
+    def finish(self) -> tuple[Sequence[T], list[T]]:
+        """Finish the batch that was begun.
+
+        Returns:
+            the batch, and those of it that have changed. Without one, both are empty.
+
+        """
+        batch, search = self._begun
+        self._begun = [], Search([], None)
+        self._note(self._encoder.add_found(self._num_changed, search))
+        has_changed = self._encoder.have_changed
+        changed = [one for one, has in zip(batch, has_changed, strict=True) if has]
+        self._num_changed += len(changed)
+        self._num_compared += sum(now.nbytes for _, now in search.pairs)
+        return batch, changed
+
+    def add_nothing(self, tensor: torch.Tensor) -> None:
+        """Have the delta change an element of a tensor to what it is: the next one."""
+        first = tensor.view(-1)[:1]
+        place = torch.zeros(1, dtype=torch.int64, device=first.device)
+        self._note(self._encoder.add_places(self._num_changed, place, first, first))
+
+    def close(self) -> None:
+        """Have all parts, once every batch is finished."""
+        self._note(self._encoder.finish())
+
+    @property
+    def is_dear(self) -> bool:
+        """Whether the whole version would cost less than the delta so far."""
+        is_dear = self._num_bytes >= WHOLE_FROM * self._num_compared
+        return is_dear and self._policy == "auto"
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether that is believed, before all tensors are compared."""
+        return self._num_compared >= LOOKED_AT_BYTES and self.is_dear
+
+    def _note(self, parts: Iterable[Part]) -> None:
+        for part in parts:
+            self.parts.append(part)
+            self._num_bytes += part.num_bytes
+
+
+def batch_bytes(device: torch.device) -> int:
+    """Bytes of tensors that are compared at once on a device."""
+    return 0 if device.type == "cpu" else BATCH_BYTES
