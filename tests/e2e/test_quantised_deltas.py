@@ -32,6 +32,7 @@ from tests.e2e.test_deltas import (  # noqa: F401 (tests, run here with these en
     weights,
 )
 from tests.e2e.test_quantised import WIDE
+from tests.support.engines.far_trainer import FarTrainer
 from tests.support.engines.mirrored import mirrored
 from tests.support.engines.mixtures import said
 from tests.support.engines.script import run_script
@@ -202,6 +203,39 @@ def test_a_delta_between_two_checkpoints_on_disk_leads_from_one_to_the_other(
         llm.update_weights_from_disk(folder)
         seen.append((llm.weight_info()["digest"], said(llm)))
     assert seen[0] == seen[1]
+
+
+def test_a_trainer_engine_sends_what_has_changed_of_quantised_weights(
+    start: Callable[..., Any],
+    old: Path,
+    case: Case,
+    fresh: list[Any],
+    weights: dict[str, torch.Tensor],  # noqa: F811 (the fixture)
+    tmp_path: Path,
+) -> None:
+    backend = "inflight_gloo"
+    llm = start(
+        old,
+        weight_transfer_config=WeightTransferConfig(backend=backend),
+        additional_config={"inflight": case.inflight},
+    )
+    whole = sum(tensor.nbytes for tensor in weights.values())
+    with FarTrainer(llm, backend, old, delta="auto", bucket_bytes=1 << 16) as far:
+        first = far.send(old)
+        assert first is not None and not first.is_delta
+        before = without_shapes(said(llm))
+        for seed in range(NUM_STEPS):
+            step(weights, seed)
+            save_file(weights, tmp_path / FILE, metadata={"format": "pt"})
+            if seed == NUM_STEPS - 1:
+                llm.rollback_weights()  # it misses the step before
+                assert without_shapes(said(llm)) == before
+            sent = far.send(tmp_path)
+            assert sent is not None and sent.is_delta
+            assert sent.num_bytes < whole / 4
+            before = fresh[seed - 1] if seed else before
+            assert without_shapes(said(llm)) == fresh[seed]
+    assert llm.verify_weights()["result"] == "equal"
 
 
 @pytest.mark.slow
