@@ -88,7 +88,7 @@ MANY = {
 """Number of GPUs → the benchmarks that are for as many."""
 SHARDS = {"families": 3, "family_ranks": 3, "quantised_ranks": 2, "drafters": 2}
 SHARDS |= {"delta_staging": 2, "delta_staging_ranks": 2, "ranks_fed_from_third_gpu": 2}
-SHARDS |= {"quantised_deltas": 3}
+SHARDS |= {"quantised_deltas": 3, "quantised": 3, "adopted_direct_writes": 2}
 """The files of tests/gpu that take longest, and over how many jobs each is spread."""
 ALONE = ["arena", "examples", "sleep", "soak", "two_ranks_sleep", "out_of_memory"]
 ALONE += ["routed_experts", "colocated_round", "sglang_handles", "long_groups"]
