@@ -1,7 +1,7 @@
 """Pauses and modes of commits with delta staging; tests/gpu runs such cells, too.
 
-The commit is a swap there, and a rollback the same swap. The requests, and all checks of
-them, are those of the other cells.
+The commit is a swap there, and a rollback the same swap. The requests and all checks
+are those of the other cells.
 """
 
 from typing import Any
