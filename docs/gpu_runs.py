@@ -41,6 +41,14 @@ ON_CPU = {
     "test_subset_ranks": "e2e/test_subset.py",
     "test_adapter_ranks": "e2e/test_adapters.py",
     "test_adapter_load_ranks": "e2e/test_adapter_loads.py",
+    "test_pauses_ranks": "robustness/pauses/test_two_ranks.py",
+    "test_pauses_ranks_special": "robustness/pauses/test_two_ranks.py",
+} | {
+    f"test_pauses_{subject}": f"robustness/pauses/test_{subject}.py"
+    for subject in (
+        *("adapter", "delta_staging", "dense", "drafted", "experts", "quantised"),
+        "uses",
+    )
 }
 """GPU test file → what proves the same on the CPU, if it has another name."""
 

@@ -35,7 +35,7 @@ WARM_UP_STEPS = 5
 class Trainer:
     """Model and optimiser, from one checkpoint."""
 
-    def __init__(self, checkpoint: Path) -> None:
+    def __init__(self, checkpoint: Path, learning_rate: float = LEARNING_RATE) -> None:
         self.model = load(checkpoint).train()
         self._optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=1.0, betas=(0.9, 0.95), weight_decay=0.0
@@ -43,7 +43,7 @@ class Trainer:
         # Adam divides by what it has seen, and at first that is next to nothing.
         self._warm_up = torch.optim.lr_scheduler.LambdaLR(
             self._optimizer,
-            lambda step: LEARNING_RATE * min(1.0, (step + 1) / WARM_UP_STEPS),
+            lambda step: learning_rate * min(1.0, (step + 1) / WARM_UP_STEPS),
         )
 
     def step(self, groups: list[Group], epoch: int) -> dict[str, float]:

@@ -248,6 +248,44 @@ def test_an_update_begins_only_after_all_earlier_transfers_have_ended(
     assert set(Streams(core).run().stamps["r"]) == {"new"}
 
 
+def test_an_update_that_waits_for_a_thread_that_does_not_end_tells_where_that_stands(
+    core: EngineCore, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread in a call that nothing interrupts, as one of CUDA."""
+    begun, goes_on = threading.Event(), threading.Event()
+    receive = LocalEngine.receive_weights
+
+    def stands_still(self: LocalEngine, info: Any) -> None:
+        begun.set()
+        assert goes_on.wait(60)
+        receive(self, info)
+
+    monkeypatch.setattr(LocalEngine, "receive_weights", stands_still)
+    call(core, "start", transport="local")
+    received = core.inflight("receive", {"update_info": {"path": str(folders["old"])}})
+    assert begun.wait(30)
+    call(core, "abort")
+    assert "error" in received.result(timeout=30)
+    told = call(core, "start", transport="local", deadline_s=4.0)
+
+    def held_by(update_id: str) -> list[str]:
+        ranks = call(core, "status", update_id=update_id)["ranks"]
+        return [status["held_by"] for status in ranks if "held_by" in status]
+
+    until(lambda: any("stands_still" in at for at in held_by(told["update_id"])))
+    prepared = core.inflight("prepare", {}).result(timeout=30)["error"]
+    assert prepared["code"] == "deadline_exceeded"
+    assert "rank 0 waits for the thread of an aborted update" in prepared["message"]
+    assert "stands_still" in prepared["message"]
+    goes_on.set()
+    monkeypatch.setattr(LocalEngine, "receive_weights", receive)
+    told = call(core, "start", transport="local")
+    call(core, "receive", update_info={"path": str(folders["new"])})
+    assert held_by(told["update_id"]) == []
+    call(core, "prepare")
+    call(core, "commit", weight_version="new")
+
+
 def test_a_failure_too_large_for_the_status_board_is_reported_without_delay(
     core: EngineCore, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

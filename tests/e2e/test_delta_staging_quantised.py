@@ -26,6 +26,7 @@ from tests.e2e.test_delta_staging import (
 )
 from tests.e2e.test_quantised import COMPILED, ONLINE, SCALE, WEIGHT, WIDE
 from tests.support.engines.drafted import either_or_both
+from tests.support.engines.far_trainer import FarTrainer
 from tests.support.engines.mixtures import mixed, part, said
 from tests.support.engines.probe import commits_and_rollbacks, greedy, outcome
 from tests.support.models.quantised import FILE
@@ -36,7 +37,7 @@ from vllm.inflight.errors import (
     EngineFault,
     WeightsMismatch,
 )
-from vllm.inflight.trainer import Publisher
+from vllm.inflight.trainer import Publisher, publisher
 from vllm.inflight.worker.staging.worker import StagingWorker
 
 pytestmark = pytest.mark.engine
@@ -303,11 +304,14 @@ def test_a_delta_of_a_layer_that_is_served_in_another_form_is_followed_by_the_wh
     start: Callable[..., Any],
     checkpoint: Callable[..., Path],
     caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
     kind: str | None,
     options: dict[str, Any],
 ) -> None:
     folder = checkpoint(0, kind)
     llm = delta_engine(start, folder, **options)
+    # The first engine of a process has vLLM's loggers pass nothing on.
+    monkeypatch.setattr(publisher.logger, "handlers", [caplog.handler])
     weights = load_file(folder / FILE)
     name = WEIGHT if kind is None else f"{WEIGHT}_packed"
     bits = weights[name].view(torch.uint8)
@@ -322,6 +326,30 @@ def test_a_delta_of_a_layer_that_is_served_in_another_form_is_followed_by_the_wh
         to.rollback()
         to.rollback()
         assert said(llm) == served
+    assert llm.verify_weights()["result"] == "equal"
+
+
+def test_a_trainer_engine_sends_the_whole_version_where_a_layer_takes_no_delta(
+    start: Callable[..., Any], checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder, backend = checkpoint(0), "inflight_gloo"
+    transfer = WeightTransferConfig(backend=backend)
+    llm = delta_engine(start, folder, weight_transfer_config=transfer, **ONLINE)
+    weights = load_file(folder / FILE)
+    seen = []
+    with FarTrainer(llm, backend, folder, delta="always") as far:
+        far.send(folder)
+        for name in ("model.norm.weight", WEIGHT):
+            weights[name].view(-1)[0] += 1
+            save_file(weights, tmp_path / FILE)
+            sent = far.send(tmp_path)
+            assert sent is not None
+            seen.append((sent.is_delta, llm.weight_info()["digest"], said(llm)))
+    assert [is_delta for is_delta, *_ in seen] == [True, False]
+    llm.rollback_weights()
+    assert (llm.weight_info()["digest"], said(llm)) == seen[0][1:]
+    llm.update_weights_from_disk(str(tmp_path))
+    assert (llm.weight_info()["digest"], said(llm)) == seen[1][1:]
     assert llm.verify_weights()["result"] == "equal"
 
 

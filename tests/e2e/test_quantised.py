@@ -146,6 +146,25 @@ def test_packed_weights_other_than_symmetric_int4_are_rejected(
     assert f"has {name}={value}" in str(quantized.quantized_obstacle(layer, "cuda", 1))
 
 
+@WIDE
+def test_checksums_do_not_depend_on_the_order_in_which_tensors_come(
+    start: Callable[..., Any], checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Each part of a fused int4 layer brings a shape, and the last one stays."""
+    folder = checkpoint(0, "int4", hidden=256)
+    llm = start(folder, weight_transfer_config=WeightTransferConfig(backend="local"))
+    tensors, fresh = load_file(folder / FILE), said(llm)
+    for order in (sorted(tensors), sorted(tensors, reverse=True)):
+        update_id = llm.start_weight_update()["update_id"]
+        for number, name in enumerate(order):
+            save_file({name: tensors[name]}, tmp_path / str(number))
+            info = {"path": str(tmp_path / str(number))}
+            llm.update_weights(info, update_id=update_id)
+        llm.finish_weight_update(update_id=update_id)
+        assert said(llm) == fresh
+        assert llm.verify_weights()["result"] == "equal"
+
+
 def first_quantised(llm: Any) -> torch.nn.Module:
     """A layer of what an engine serves."""
     found: list[torch.nn.Module]

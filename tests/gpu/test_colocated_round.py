@@ -10,11 +10,13 @@ from vllm import SamplingParams
 
 from tests.gpu.test_sleep import KV_BYTES, MIB, free_bytes, one_set
 from tests.support.engines.probe import prompts
+from tests.support.gpu.exact import exact_products  # noqa: F401 (a fixture)
 from vllm.inflight.errors import PauseConflict
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.usefixtures("exact_products"),
 ]
 
 SHAPE = {"hidden": 2048, "layers": 4, "vocab": 32000}

@@ -23,6 +23,7 @@ from tests.e2e.test_colocated_server import (  # noqa: F401 (tests and a fixture
 from tests.gpu.test_sglang_handles import bucket, send
 from tests.support.engines import gentle
 from tests.support.engines.sent_tensors import halves
+from tests.support.gpu.exact import EXACT
 from tests.support.serving import Server
 
 NUM_GPUS = torch.cuda.device_count()
@@ -59,7 +60,7 @@ def num_ranks(request: pytest.FixtureRequest) -> int:
 def running(old: Path, num_ranks: int) -> Iterator[Server]:
     flags = FLAGS | {"--tensor-parallel-size": num_ranks}
     words = [str(word) for flag in flags.items() for word in flag]
-    env = {"VLLM_SERVER_DEV_MODE": "1", "TRITON_F32_DEFAULT": "ieee"}
+    env = {"VLLM_SERVER_DEV_MODE": "1"} | EXACT
     with Server(old, *words, "--enable-sleep-mode", env=env) as started:
         yield started
 

@@ -64,6 +64,7 @@ from tests.e2e.test_tearing import mismatches, stream_under_commits
 from tests.gpu.test_tearing import NOISE
 from tests.support.engines.probe import greedy
 from tests.support.engines.reference import Reference
+from tests.support.gpu.exact import exact_products  # noqa: F401 (a fixture)
 from vllm.inflight.errors import ChangeLogFull
 from vllm.inflight.trainer import Publisher
 from vllm.inflight.worker.delta import dense
@@ -201,6 +202,7 @@ def test_a_family_equals_a_fresh_engine_or_is_refused(
     of_family(start, checkpoint, family)
 
 
+@pytest.mark.usefixtures("exact_products")
 def test_every_step_of_300_commits_under_load_is_of_one_version(
     start: Callable[..., Any], versions: dict[str, Path], reference: Reference
 ) -> None:

@@ -21,12 +21,14 @@ from tests.e2e.test_framework_trainers import (  # noqa: F401 (a fixture)
     run,
 )
 from tests.support.engines.probe import greedy
+from tests.support.gpu.exact import exact_products  # noqa: F401 (a fixture)
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
     # Inductor would have float32 be less than that.
     pytest.mark.filterwarnings("ignore:TensorFloat32"),
+    pytest.mark.usefixtures("exact_products"),
 ]
 
 NUM_GPUS = torch.cuda.device_count()

@@ -15,6 +15,7 @@ from tests.e2e.test_pipeline_parallel import NOISE
 from tests.e2e.test_tearing import mismatches, stream_under_commits
 from tests.support.engines.probe import commits_and_rollbacks, greedy
 from tests.support.engines.reference import Reference
+from tests.support.gpu.exact import exact_products  # noqa: F401 (a fixture)
 from tests.support.gpu.ranked import (  # noqa: F401 (a fixture)
     STAGES,
     start,
@@ -26,6 +27,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
     # Inductor would have float32 be less than that.
     pytest.mark.filterwarnings("ignore:TensorFloat32"),
+    pytest.mark.usefixtures("exact_products"),
 ]
 
 NUM_COMMITS = 60

@@ -7,7 +7,7 @@ smaller model that `NOISE` was measured with by up to 0.017. On GPUs a token was
 0.033. So here kernels are compiled without that rounding.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from tests.gpu.test_tearing import NOISE
 from tests.support.engines.far_trainer import FarTrainer
 from tests.support.engines.probe import checksums, greedy
 from tests.support.engines.reference import Reference
+from tests.support.gpu.exact import exact_products  # noqa: F401 (a fixture)
 from tests.support.gpu.ranked import start  # noqa: F401 (a fixture)
 from vllm.inflight.errors import WeightsMismatch
 
@@ -30,6 +31,7 @@ pytestmark = [
     ),
     # Inductor would have float32 be less than that.
     pytest.mark.filterwarnings("ignore:TensorFloat32"),
+    pytest.mark.usefixtures("exact_products"),
 ]
 
 SHAPE = {"hidden": 256, "layers": 3}
@@ -42,14 +44,6 @@ NUM_VERSIONS = 5
 NUM_SENDS = 40
 FLIPPED = 50
 """Of so many elements of a matrix one changes its sign from version to version."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def exact_kernels() -> Iterator[None]:
-    """Triton reads this variable in each rank, and caches each kernel under it."""
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("TRITON_F32_DEFAULT", "ieee")
-        yield
 
 
 @pytest.fixture(scope="module")

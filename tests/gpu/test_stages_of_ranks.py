@@ -25,6 +25,7 @@ from tests.gpu.test_pipeline_parallel import (  # noqa: F401 (tests and a fixtur
 from tests.support.engines.far_trainer import FarTrainer, sends_and_rollbacks
 from tests.support.engines.probe import begin_from_files, checksums, greedy
 from tests.support.engines.reference import Reference
+from tests.support.gpu.exact import exact_products  # noqa: F401 (a fixture)
 from tests.support.gpu.ranked import (  # noqa: F401 (a fixture)
     start,
 )
@@ -35,6 +36,7 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs"),
     # Inductor would have float32 be less than that.
     pytest.mark.filterwarnings("ignore:TensorFloat32"),
+    pytest.mark.usefixtures("exact_products"),
 ]
 
 NUM_RANKS = 4

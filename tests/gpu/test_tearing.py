@@ -17,6 +17,7 @@ from tests.e2e.test_tearing import (
     stream_under_reloads,
 )
 from tests.support.engines.reference import Reference
+from tests.support.gpu.exact import exact_products  # noqa: F401 (a fixture)
 from vllm.inflight.worker.shadow.flip import PageFlip
 
 pytestmark = [
@@ -24,10 +25,12 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
     # Inductor would have float32 be less than that.
     pytest.mark.filterwarnings("ignore:TensorFloat32"),
+    pytest.mark.usefixtures("exact_products"),
 ]
 
 NOISE = 0.03
-"""Attention rounds to TF32: up to 0.014 was seen, and 0.4 and more between versions."""
+"""With attention that rounded to TF32, up to 0.014 was seen, and 0.4 and more between
+versions. It does not round any more."""
 
 
 @pytest.fixture(scope="module")

@@ -8,14 +8,21 @@ each of these threads to end, and waits for them for a bounded time.
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from itertools import islice
+from pathlib import Path
+from traceback import walk_stack
 from typing import TypeVar
 
 EXIT_S = 2.0
 """Most seconds that the exit hook waits for all threads together."""
+
+NUM_FRAMES = 4
+"""How many frames of a thread are told."""
 
 T = TypeVar("T")
 
@@ -72,6 +79,20 @@ def in_background(call: Callable[[], T], name: str = "inflight-wire") -> Future[
 
     Background(run, name=name).start()
     return future
+
+
+def where_is(thread: threading.Thread) -> str:
+    """The innermost frames of a thread in Python, the newest first.
+
+    It is empty where the thread has ended.
+    """
+    frame = sys._current_frames().get(thread.ident or 0)
+    if frame is None:
+        return ""
+    return " < ".join(
+        f"{Path(each.f_code.co_filename).name}:{line} {each.f_code.co_qualname}"
+        for each, line in islice(walk_stack(frame), NUM_FRAMES)
+    )
 
 
 _is_registered = threading.Event()

@@ -85,6 +85,8 @@ class Status:
     """Seconds that the rank waited for the transport."""
     cpu_s: float | None = None
     """Processor seconds of the staging thread."""
+    held_by: str | None = None
+    """Where the thread of an aborted update is, for whose end the rank waits."""
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Status:

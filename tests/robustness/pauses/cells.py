@@ -29,6 +29,8 @@ ADAPTER, DRAFTED, EXPERTS, QUANTISED = "adapter", "drafted", "experts", "quantis
 SHARED_OUT = "shared_out"
 """Experts that two data-parallel engines share out; its cells are listed by tests/gpu,
 and not by this table."""
+LOGGED = "logged"
+"""A dense model with delta staging; its cells are those of `logged`."""
 WORKLOADS = (
     *(SHORT, LONG, STRUCTURED, SEVERAL, PROMPT),
     *(ADAPTER, DRAFTED, EXPERTS, QUANTISED),
@@ -63,7 +65,7 @@ class Cell:
     @property
     def model(self) -> str:
         """The model whose engine runs it."""
-        special = (ADAPTER, DRAFTED, EXPERTS, QUANTISED, SHARED_OUT)
+        special = (ADAPTER, DRAFTED, EXPERTS, QUANTISED, SHARED_OUT, LOGGED)
         return self.workload if self.workload in special else DENSE
 
     @property
@@ -127,6 +129,14 @@ def cover(device: str) -> tuple[Cell, ...]:
         uses.update(enumerate(astuple(best)))
         left -= best.pairs
     return tuple(chosen)
+
+
+def logged(device: str) -> list[Cell]:
+    """The cells of an engine that has one set of weights, and a log of what changes."""
+    sent = COLLECTIVE if device == "cpu" else LENT
+    facts = product(MODES, WHEN, (FILES, sent, ROLLBACK))
+    every = (Cell(mode, when, False, change, 1, LOGGED) for mode, when, change in facts)
+    return [cell for cell in every if impossible(cell, device) is None]
 
 
 def of(device: str, models: Iterable[str], ranks: int) -> list[Cell]:

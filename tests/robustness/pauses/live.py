@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from threading import Thread
 from typing import Any
 
+from tests.support.gpu.exact import EXACT
 from tests.support.waiting import until
 from vllm.inflight.api.control.methods import control_of
 
@@ -265,11 +266,7 @@ class Live:
 @contextmanager
 def live(folder: str, *, device: str, **options: Any) -> Iterator[Live]:
     """An engine for the length of a `with`."""
-    variables = {
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        # Triton's products in float32 would be TF32, and the noise of versions' size.
-        "TRITON_F32_DEFAULT": "ieee",
-    }
+    variables = {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"} | EXACT
     sizes = (options.get(f"{way}_parallel_size", 1) for way in ("tensor", "data"))
     if device == "cpu" and max(sizes) > 1:
         variables[CPU_BIND] = "0|1"

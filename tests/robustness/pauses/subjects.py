@@ -40,6 +40,8 @@ FP8 = Noise(4.0, 0.3)
 number in 32 lands on the next value of fp8, which is 6 % away. That moves half of the
 tokens by 0.14, one of a hundred by 1.1, and one of a thousand by 2.6. Another version
 moves half of the tokens by 14, and 97 % of them by more than this allows."""
+LOG = {"delta_gib": 0.1, "stage_share": 1}
+"""It has room for all elements of two versions."""
 WIDTH = {"fp8-channel": 448.0, "int8": 127.0}
 
 
@@ -82,6 +84,9 @@ KINDS = {
             "enable_expert_parallel": True,
             "max_num_seqs": NUM_AT_ONCE // 2,
         },
+    ),
+    cells.LOGGED: Kind(
+        options={"additional_config": {"inflight": {"staging": "delta"} | LOG}},
     ),
     cells.QUANTISED: Kind(
         shape={"hidden": 256},
@@ -146,6 +151,8 @@ def begin(
     extension = "tests.support.engines.transport.Extension"
     if form is not None and device == "cuda":
         extension = "tests.support.gpu.admitting_worker.Extension"
+    if model == cells.LOGGED and device == "cpu":
+        extension = "tests.support.engines.unpacked_ranks.Unpacked"
     options["worker_extension_cls"] = extension
     if model == cells.DRAFTED:
         drafter = make_drafter(root / "drafter", 5, folders[OLD], "eagle")

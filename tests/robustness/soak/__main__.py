@@ -20,11 +20,12 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from tests.support.gpu.exact import be_exact
+
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-# Attention on a GPU would round float32 to TF32, and the judge's replay does not.
-os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
+be_exact()  # as the judge's replay is
 # oneDNN keeps what it has compiled for 1024 shapes, about 1 MiB for each new length of
 # a prompt, updates or not: memory would grow for hours until all lengths have come.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")

@@ -21,6 +21,7 @@ from tests.robustness.pauses.live import Live, Stream
 from tests.support.engines.far_trainer import FarTrainer
 from tests.support.engines.probe import GREEDY, greedy, outputs_during, prompts
 from tests.support.engines.script import OPTIONS, tell
+from tests.support.gpu.exact import be_exact
 from vllm.inflight.api.control.core_client import run_sync
 from vllm.inflight.api.control.methods import control_of
 from vllm.inflight.calls import ReadChecksums, StartUpdate
@@ -268,8 +269,7 @@ if __name__ == "__main__":
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     if torch.cuda.is_available():
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-        # The tokens of different batches are compared: no product is to be of TF32.
-        os.environ["TRITON_F32_DEFAULT"] = "ieee"
+        be_exact()  # the tokens of different batches are compared
     if sys.argv[1].startswith("two_"):
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from tests.support.engines import gentle
 from tests.support.engines.script import OPTIONS, tell
 from tests.support.frameworks.openrlhf import MEETINGS
+from tests.support.gpu.exact import be_exact
 from tests.support.trainers.store_group import HOST, StoreTrainer
 
 EXTENSION = "tests.support.frameworks.openrlhf.Meeting"
@@ -117,6 +118,5 @@ if __name__ == "__main__":
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     if torch.cuda.is_available():
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-        # Tokens of different batches are compared: no product is to be of TF32.
-        os.environ["TRITON_F32_DEFAULT"] = "ieee"
+        be_exact()  # tokens of different batches are compared
     asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2])))

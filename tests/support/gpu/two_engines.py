@@ -13,6 +13,7 @@ from typing import Any
 
 from tests.support.engines.probe import prompts
 from tests.support.engines.script import OPTIONS, tell
+from tests.support.gpu.exact import be_exact
 
 NUM_STREAMS = 8
 
@@ -91,7 +92,6 @@ async def main(way: str, a: str, b: str, num_commits: str) -> None:
 
 
 if __name__ == "__main__":
-    # Triton's products in float32 would be TF32, and the noise of a reference's size.
-    os.environ["TRITON_F32_DEFAULT"] = "ieee"
+    be_exact()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     asyncio.run(main(*sys.argv[1:]))

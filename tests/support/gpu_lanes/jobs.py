@@ -112,11 +112,11 @@ MANY = {
 """Number of GPUs → the benchmarks that are for as many."""
 SHARDS = {"families": 3, "family_ranks": 3, "quantised_ranks": 2, "drafters": 2}
 SHARDS |= {"delta_staging": 2, "delta_staging_ranks": 2, "ranks_fed_from_third_gpu": 2}
-SHARDS |= {"quantised_deltas": 3}
+SHARDS |= {"quantised_deltas": 3, "quantised": 3, "adopted_direct_writes": 2}
 """The files of tests/gpu that take longest, and over how many jobs each is spread."""
 ALONE = ["arena", "examples", "sleep", "soak", "two_ranks_sleep", "out_of_memory"]
 ALONE += ["routed_experts", "colocated_round", "sglang_handles", "long_groups"]
-ALONE += ["production_size"]
+ALONE += ["production_size", "memory_of_staging"]
 """They look at the memory of their GPUs."""
 CAN_USE = {"frameworks": 3, "colocated_server": 2, "soak": 2, "examples": 2}
 """GPUs, where docs/gpu_runs.py cannot tell."""

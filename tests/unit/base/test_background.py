@@ -11,7 +11,7 @@ import weakref
 import pytest
 
 from tests.support.waiting import until
-from vllm.inflight.background import Background, in_background
+from vllm.inflight.background import Background, in_background, where_is
 
 pytestmark = pytest.mark.seconds
 
@@ -101,3 +101,24 @@ def test_errors_of_a_background_call_are_raised_by_its_future():
     until(future.done)
     with pytest.raises(KeyError, match="mine"):
         future.result()
+
+
+def test_the_innermost_functions_of_a_thread_are_told_with_their_lines():
+    begun, over = threading.Event(), threading.Event()
+
+    def stands_still() -> None:
+        begun.set()
+        over.wait(60)
+
+    thread = Background(stands_still, name="mine")
+    thread.start()
+    assert begun.wait(60)
+    until(lambda: "Event.wait" in where_is(thread))
+    newest, *_ = where_is(thread).split(" < ")
+    assert newest.startswith("threading.py:")
+    line = stands_still.__code__.co_firstlineno + 2
+    name = stands_still.__qualname__
+    assert f"{__file__.rpartition('/')[2]}:{line} {name}" in where_is(thread)
+    over.set()
+    thread.join()
+    assert where_is(thread) == ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from typing import Any
@@ -177,6 +177,7 @@ class UpdateMonitor:
             error: InflightError = DeadlineExceeded(
                 f"update {update.update_id!r} was not committed within its deadline "
                 f"and is aborted; it was {update.phase.value}"
+                + _held(self._ranks.statuses(), update.serial)
             )
             self.end(update, error)
             return
@@ -297,6 +298,16 @@ class UpdateMonitor:
                     future.set_exception(result)
                 else:
                     future.set_result(result)
+
+
+def _held(statuses: Sequence[Status], serial: int) -> str:
+    """What ranks say that wait for the thread of an aborted update."""
+    return "".join(
+        f"; rank {rank} waits for the thread of an aborted update, which is at "
+        f"{status.held_by}"
+        for rank, status in enumerate(statuses)
+        if status.serial == serial and status.held_by is not None
+    )
 
 
 def _added(parts: Iterable[dict[str, int]]) -> dict[str, int]:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from vllm.inflight import messages, upstream
-from vllm.inflight.background import Background
+from vllm.inflight.background import Background, where_is
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import (
     BaseMismatch,
@@ -58,6 +58,8 @@ from vllm.inflight.worker.verify.model_config import (
 from vllm.inflight.yielding import beside_decoding, done_with_breaks, resting_by
 
 POLL_S = 0.02
+HELD_S = 1.0
+"""How often a thread that waits for an earlier one tells where that stands."""
 MOST_NAMED = 16
 """Most parameters that a log line names."""
 
@@ -611,11 +613,26 @@ class StagingThread(Background):
 
     def _wait_for_others(self) -> None:
         """A transport that cannot be interrupted may still write its last bytes."""
+        told = time.monotonic()
         while self._before:
             if self._is_cancelled():
                 raise Cancelled("the transfer before this one has not let go")
             self._before[0].join(POLL_S)
             self._before = [job for job in self._before if job.is_alive()]
+            if self._before and time.monotonic() > told + HELD_S:
+                self._tell_what_holds(self._before[0])
+                told = time.monotonic()
+        self._status = replace(self._status, held_by=None)
+
+    def _tell_what_holds(self, job: StagingThread) -> None:
+        """Tell where the thread of an earlier update stands, which cannot."""
+        if self._status.held_by is None:
+            logger.warning(
+                "update %d waits on rank %d: the thread of update %d, which was "
+                "aborted, has not ended, and is at %s",
+                *(self.serial, self._rank, job.serial, where_is(job)),
+            )
+        self._post(held_by=where_is(job))
 
     def _leave(self, error: InflightError) -> None:
         """Clean up after a failure, then tell; the live weights were never touched."""

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from vllm.inflight import messages, upstream
+from vllm.inflight.background import where_is
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import Cancelled, EngineFault
 from vllm.inflight.messages import FlipTo
@@ -63,6 +64,10 @@ logger = upstream.init_logger(__name__)
 
 Made = TypeVar("Made", bound=StagedEngine)
 
+NOT_LET_GO = (
+    "a transfer, or the connection of one, has not let go of the shadow weights, so "
+    "nothing may change under it; try again later"
+)
 LET_GO_S = 10.0
 """Time that is left to a transfer that has been told to end."""
 
@@ -368,12 +373,11 @@ class StagingWorker:
             EngineFault: something goes on for more than `LET_GO_S`.
 
         """
-        has_ended = self._job is None or self._job.ends_by(time.monotonic() + LET_GO_S)
-        if not has_ended or still_writes():
-            raise EngineFault(
-                "a transfer, or the connection of one, has not let go of the shadow "
-                "weights, so nothing may change under it; try again later"
-            )
+        if self._job is not None and not self._job.ends_by(time.monotonic() + LET_GO_S):
+            stands = "".join(f"; it is at {where_is(j)}" for j in self._job.alive()[:1])
+            raise EngineFault(f"{NOT_LET_GO}{stands}")
+        if still_writes():
+            raise EngineFault(NOT_LET_GO)
 
     @property
     def served(self) -> Content | None:

@@ -28,6 +28,7 @@ from vllm.inflight.worker.model.mla import is_derived
 from vllm.inflight.worker.model.moe import expert_checkpoint_names as expert_names
 from vllm.inflight.worker.model.moe import is_experts
 from vllm.inflight.worker.model.quantized import is_quantised
+from vllm.inflight.worker.verify.checks import REPEATED
 from vllm.inflight.worker.worker_state import WorkerState
 
 SLAB = 1024
@@ -46,6 +47,9 @@ def checksums(
 ) -> dict[str, Any]:
     """The digest of every parameter of this rank, in its own shard and layout.
 
+    A fused quantised layer has one number for the shapes of all its parts: that of the
+    part that came last. No kernel reads it, and it is left out.
+
     Args:
         worker: of this rank.
         skipped: a parameter is left out if its name contains one of these.
@@ -57,7 +61,7 @@ def checksums(
         for name, tensor in served(served_by(worker)):
             if is_target and name.startswith(DRAFT):
                 continue
-            if any(part in name for part in skipped):
+            if any(part in name for part in skipped) or name.endswith(REPEATED):
                 continue
             if tensor.is_cuda:
                 digest = GpuDigest(tensor.device, {})
