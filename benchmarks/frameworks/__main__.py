@@ -45,12 +45,12 @@ from benchmarks.process import arm
 from benchmarks.record import OURS, UPSTREAM, Plan, Record
 from benchmarks.shapes import write_shape
 
+_PAUSED = {OURS: (IN_PAUSE, WITHOUT_PAUSE), UPSTREAM: (IN_PAUSE,)}
 WAYS = {
     "verl": {OURS: (WITHOUT_PAUSE,), UPSTREAM: (WITHOUT_PAUSE,)},
-    **dict.fromkeys(
-        ("openrlhf", "openrlhf_ipc", "prime_rl"),
-        {OURS: (IN_PAUSE, WITHOUT_PAUSE), UPSTREAM: (IN_PAUSE,)},
-    ),
+    "openrlhf": _PAUSED,
+    "openrlhf_ipc": _PAUSED,
+    "prime_rl": _PAUSED,
 }
 """Trainer → arm → how its updates are made; the first way is compared."""
 ROWS = {

@@ -53,7 +53,9 @@ def test_versions_in_files_differ_in_one_tensor_and_share_the_other_file(
     assert first.keys() == second.keys() == load(folder).keys()
     differing = [name for name in first if not torch.equal(first[name], second[name])]
     assert differing == ["lm_head.weight"]
-    assert all(torch.equal(tensor, first[name]) for name, tensor in load(folder).items())
+    assert all(
+        torch.equal(tensor, first[name]) for name, tensor in load(folder).items()
+    )
     files = [version / "rest.safetensors" for version in versions]
     assert files[0].samefile(files[1])
     assert write_files(folder, torch.device("cpu")) == versions, "they are written once"
