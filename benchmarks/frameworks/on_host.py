@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ def use_host() -> None:
     for name in ("synchronize", "empty_cache", "ipc_collect", "current_stream"):
         setattr(torch.cuda, name, lambda *_, **__: None)
     torch.cuda.current_device = lambda: 0
-    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(uuid="host")
+    torch.cuda.get_device_properties = lambda *_: Properties()
     original = torch.empty
 
     def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -40,6 +39,16 @@ def use_host() -> None:
         from tests.support.engines.unpacked import unpack
 
         unpack()
+
+
+class Properties:
+    """Those of a GPU that has an identity and nothing else."""
+
+    uuid = "host"
+
+    def __getattr__(self, name: str) -> Any:
+        # As torch's own function does without a GPU; its compiler relies on it.
+        raise AssertionError(f"there is no GPU that has {name}")
 
 
 class StoreCommunicator:

@@ -332,6 +332,7 @@ def main(framework: str, source: str, num_ranks: str, handle: str) -> None:
         from benchmarks.frameworks.on_host import use_host
 
         use_host()
+        torch.set_num_threads(1)  # threads that wait would hold the engine's cores
     OWN[kind.package].use()
     weights: Any = None
     written: Iterator[Path] = iter(())
