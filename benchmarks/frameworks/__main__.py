@@ -1,15 +1,20 @@
 """Frameworks' own updates while decoding, here and on plain vLLM, on GPUs.
 
-`python -m benchmarks.frameworks verl openrlhf`. Transport and worker extension are the
-framework's own (`make test-frameworks` installs the packages). verl has its weights on
-the engine's GPU, OpenRLHF on the next one. The first arm has vllm-inflight, and the
-second is vLLM with the same files, without the plugin. Both make the same calls:
+`python -m benchmarks.frameworks verl openrlhf_ipc`. Transport and worker extension are
+the framework's own (`make test-frameworks` installs the packages). `openrlhf` has its
+weights on the GPU after the engine's; all others need one GPU. The first arm has
+vllm-inflight, and the second is vLLM with the same files, without the plugin. Both make
+the same calls:
 
 - verl: one worker call, and nothing around it. (verl's trainer aborts all requests
   around it, and sends them again. Nothing would be left to measure.)
 - OpenRLHF: a pause `keep`, a worker call for each parameter, and the end of the pause.
-  The first arm absorbs pauses. It also makes the calls without the pause, which on
-  plain vLLM would decode with a mixture of both versions.
+  The tensors come over NCCL (`openrlhf`) or by CUDA IPC (`openrlhf_ipc`).
+- prime-rl: a pause `keep` that keeps the cache, one worker call that reads a folder,
+  and the end of the pause. Both versions are in the host's page cache.
+
+The first arm absorbs pauses. Of OpenRLHF and prime-rl it also makes the calls without
+the pause. OpenRLHF's would let plain vLLM decode with a mixture of both versions.
 
 `--tiny` tries the benchmark out with a tiny model, also without a GPU.
 """
@@ -34,18 +39,20 @@ from benchmarks.figures import summary, update_figures
 from benchmarks.frameworks.arm import ENGINE, FRAMEWORK, IN_PAUSE, WITHOUT_PAUSE
 from benchmarks.frameworks.on_host import UNPACKED
 from benchmarks.frameworks.packages import OWN
-from benchmarks.frameworks.trainer import JOB
+from benchmarks.frameworks.trainer import JOB, SENDERS
 from benchmarks.machine import facts
 from benchmarks.process import arm
 from benchmarks.record import OURS, UPSTREAM, Plan, Record
 from benchmarks.shapes import write_shape
 
+_PAUSED = {OURS: (IN_PAUSE, WITHOUT_PAUSE), UPSTREAM: (IN_PAUSE,)}
 WAYS = {
     "verl": {OURS: (WITHOUT_PAUSE,), UPSTREAM: (WITHOUT_PAUSE,)},
-    "openrlhf": {OURS: (IN_PAUSE, WITHOUT_PAUSE), UPSTREAM: (IN_PAUSE,)},
+    "openrlhf": _PAUSED,
+    "openrlhf_ipc": _PAUSED,
+    "prime_rl": _PAUSED,
 }
-"""Framework → arm → how its updates are made; the first way is compared."""
-NUM_GPUS = {"verl": 1, "openrlhf": 2}
+"""Trainer → arm → how its updates are made; the first way is compared."""
 ROWS = {
     "tokens_per_s": ("decoding alone, tokens/s", "{:.0f}"),
     "gap_steady_max_ms": ("gap, decoding alone: max, ms", "{:.1f}"),
@@ -145,10 +152,10 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
     for framework in options.frameworks:
-        if not OWN[framework].folder.is_dir():
+        if not OWN[SENDERS[framework].package].folder.is_dir():
             raise SystemExit(f"{framework} is not here; `make test-frameworks` does it")
-        if gpus and len(gpus) < NUM_GPUS[framework]:
-            raise SystemExit(f"{framework} needs {NUM_GPUS[framework]} GPUs")
+        if len(gpus) == 1 and not SENDERS[framework].is_beside:
+            raise SystemExit(f"the trainer of {framework} needs a GPU of its own")
     os.environ |= {
         ENGINE: json.dumps(ENGINES[options.shape]),
         JOB: str(os.getpid()),

@@ -14,18 +14,19 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks.arm import Arm, serve
-from benchmarks.frameworks.trainer import TrainerProcess, Version
+from benchmarks.frameworks.trainer import SENDERS, TrainerProcess, Version
 from benchmarks.record import OURS
 from benchmarks.shapes import num_ranks
 
 FRAMEWORK, ENGINE = "BENCH_FRAMEWORK", "BENCH_ENGINE"
-"""In the environment: whose trainer, and options of the engine as JSON."""
+"""In the environment: a key of `SENDERS`, and options of the engine as JSON."""
 IN_PAUSE, WITHOUT_PAUSE = "in a pause", "without a pause"
 """How an update is made; in place of a checkpoint of a plan."""
 
 
 async def main(name: str, folder: str, handle: str) -> None:
     framework = os.environ[FRAMEWORK]
+    sender = SENDERS[framework]
     loop = asyncio.get_running_loop()
     trainer = TrainerProcess(framework, folder, num_ranks(folder))
     engine: Any = None
@@ -36,7 +37,7 @@ async def main(name: str, folder: str, handle: str) -> None:
 
     async def update(engine: Any, way: str) -> dict[str, float]:
         if way == IN_PAUSE:
-            await engine.pause_generation(mode="keep")
+            await engine.pause_generation(**sender.pause)
         await loop.run_in_executor(None, trainer.carry_out, Version(), call)
         if way == IN_PAUSE:
             await engine.resume_generation()
@@ -49,10 +50,10 @@ async def main(name: str, folder: str, handle: str) -> None:
         arm = Arm(
             folder,
             update,
-            load_format="dummy",
+            load_format="auto" if sender.reads_files else "dummy",
             dtype="bfloat16",
             tensor_parallel_size=num_ranks(folder),
-            worker_extension_cls=f"benchmarks.frameworks.extensions.{framework}",
+            worker_extension_cls=f"benchmarks.frameworks.extensions.{sender.package}",
             **json.loads(os.environ[ENGINE]),
             **(ours if name == OURS else {}),
         )

@@ -1,6 +1,7 @@
 """What frameworks' code finds in the place of a GPU, in a process that has none.
 
-NCCL becomes the store of the same group, and memory of a GPU memory of the host.
+NCCL becomes the store of the same group, memory of a GPU memory of the host, and a
+handle of CUDA IPC the name of a file in memory.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ def use_host() -> None:
 
     for name in ("synchronize", "empty_cache", "ipc_collect", "current_stream"):
         setattr(torch.cuda, name, lambda *_, **__: None)
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_properties = lambda *_: Properties()
     original = torch.empty
 
     def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -36,6 +39,16 @@ def use_host() -> None:
         from tests.support.engines.unpacked import unpack
 
         unpack()
+
+
+class Properties:
+    """Those of a GPU that has an identity and nothing else."""
+
+    uuid = "host"
+
+    def __getattr__(self, name: str) -> Any:
+        # As torch's own function does without a GPU; its compiler relies on it.
+        raise AssertionError(f"there is no GPU that has {name}")
 
 
 class StoreCommunicator:
@@ -53,3 +66,33 @@ class StoreCommunicator:
         sent = self.group.broadcast_obj(tensor if is_sender else None, src=src)
         if not is_sender:
             tensor.copy_(sent)
+
+
+@cache
+def _lent_memory(num_bytes: int) -> tuple[str, torch.Tensor]:
+    """A file in memory, which ends with this process, and its bytes.
+
+    It is lent again and again, as memory of a GPU is that torch keeps.
+    """
+    handle = os.memfd_create("lent")
+    os.truncate(handle, num_bytes)
+    name = f"/proc/{os.getpid()}/fd/{handle}"
+    return name, torch.from_file(name, True, num_bytes, dtype=torch.uint8)
+
+
+def lend(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
+    """What `reduce_tensor` returns for a tensor of a GPU, for one of the host.
+
+    The seventh argument is the device, as there.
+    """
+    name, memory = _lent_memory(tensor.nbytes)
+    memory.copy_(tensor.reshape(-1).view(torch.uint8))
+    return lent, (name, tensor.nbytes, tensor.dtype, tensor.shape, None, None, None)
+
+
+def lent(
+    name: str, num_bytes: int, dtype: torch.dtype, shape: torch.Size, *_: object
+) -> torch.Tensor:
+    """The memory that another process has lent, as a tensor."""
+    found = torch.from_file(name, True, num_bytes, dtype=torch.uint8)
+    return found.view(dtype).view(shape)

@@ -1,13 +1,15 @@
 """The trainer of a framework, in a process of its own, with the framework's transport.
 
-`python -m benchmarks.frameworks.trainer FRAMEWORK SOURCE NUM_RANKS HANDLE`, started by
-`TrainerProcess`. SOURCE is the folder of a model's shape, whose weights are drawn, or
-`files`: each order then names a checkpoint. The group of OpenRLHF and the sender of
-verl are those of the package. The worker calls are made in the order in which the
-framework's trainer makes them, through a pipe in place of Ray.
+`python -m benchmarks.frameworks.trainer TRAINER SOURCE NUM_RANKS HANDLE`, started by
+`TrainerProcess`. TRAINER is a key of `SENDERS`. SOURCE is the folder of a model's
+shape, whose weights are drawn, or `files`: each order then names a checkpoint. The
+group of OpenRLHF and the sender of verl are those of the package. The worker calls are
+made in the order in which the framework's trainer makes them, through a pipe in place
+of Ray.
 
-OpenRLHF's trainer broadcasts over NCCL from the GPU after the engine's. verl's has its
-weights on the engine's own GPUs, and lends a buffer on each by CUDA IPC.
+OpenRLHF's trainer broadcasts over NCCL from the GPU after the engine's. Its colocated
+trainer (`openrlhf_ipc`) and verl's have their weights on the engine's own GPUs, and
+lend memory of each by CUDA IPC. prime-rl's trainer writes its versions to files.
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import cycle
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -74,13 +77,35 @@ class Engine:
         return reply
 
 
-class OpenRLHF:
+class Sender:
+    """One way in which a framework's trainer sends a version.
+
+    Attributes:
+        package: a key of `OWN`.
+        is_beside: whether the trainer has its weights on the engine's own GPUs.
+        reads_files: whether the engine reads checkpoints.
+        pause: arguments of the framework's own pause.
+
+    """
+
+    package = ""
+    is_beside = False
+    reads_files = False
+    pause: ClassVar[dict[str, Any]] = {"mode": "keep"}
+
+    def __init__(self, engine: Engine, num_ranks: int) -> None:
+        self._engine, self._num_ranks = engine, num_ranks
+
+
+class OpenRLHF(Sender):
     """OpenRLHF: a broadcast and a worker call for each parameter."""
+
+    package = "openrlhf"
 
     def __init__(self, engine: Engine, num_ranks: int) -> None:
         from openrlhf.utils.distributed_util import stateless_init_process_group
 
-        self._engine = engine
+        super().__init__(engine, num_ranks)
         port, size = _free_port(), 1 + num_ranks
         engine.begin("init_process_group", HOST, port, 1, size, "openrlhf", "nccl")
         self._group = stateless_init_process_group(HOST, port, 0, size, device_of(-1))
@@ -101,11 +126,40 @@ class OpenRLHF:
             self._engine.end()
 
 
-class Verl:
+class OpenRLHFColocated(Sender):
+    """OpenRLHF with `colocate_all`: a worker call for each parameter, with handles.
+
+    Each parameter is copied, and the copy is lent to the ranks on the same GPU.
+    """
+
+    package = "openrlhf"
+    is_beside = True
+
+    def send(self, tensors: Tensors, *, pause_s: float = 0) -> None:
+        """Send a version; see `Version`."""
+        from openrlhf.trainer.ray.utils import get_physical_gpu_id
+
+        for number, (name, tensor) in enumerate(tensors.items(), 1):
+            copies, handles = [], {}
+            for rank in range(self._num_ranks):
+                with on_device(device_of(rank)) as device:
+                    copies.append(tensor.to(device, copy=True))
+                    handles[get_physical_gpu_id()] = reduce(copies[-1])
+            told = {"dtype": tensor.dtype, "shape": tensor.shape}
+            told |= {"ipc_handles": handles, "empty_cache": number == len(tensors)}
+            self._engine.begin("update_weight_cuda_ipc", name, **told)
+            if 2 * number // len(tensors) == 1 and pause_s:
+                time.sleep(pause_s)
+                pause_s = 0
+            self._engine.end()
+            torch.cuda.synchronize()
+
+
+class Verl(Sender):
     """verl: one worker call, and a sender of buckets for each rank."""
 
-    def __init__(self, engine: Engine, num_ranks: int) -> None:
-        self._engine, self._num_ranks = engine, num_ranks
+    package = "verl"
+    is_beside = True
 
     def send(self, tensors: Tensors, *, pause_s: float = 0) -> None:
         """Send a version; verl's sender cannot be told to pause."""
@@ -145,11 +199,13 @@ class Verl:
             failures.append(failure)
 
 
-class PrimeRL:
+class PrimeRL(Sender):
     """prime-rl: a worker call with the folder of a checkpoint."""
 
-    def __init__(self, engine: Engine, num_ranks: int) -> None:
-        self._engine = engine
+    package = "prime_rl"
+    is_beside = True
+    reads_files = True
+    pause: ClassVar[dict[str, Any]] = {"mode": "keep", "clear_cache": False}
 
     def send(self, folder: Path) -> None:
         """Let the engine read a version."""
@@ -157,7 +213,30 @@ class PrimeRL:
         self._engine.end()
 
 
-SENDERS: dict[str, Any] = {"openrlhf": OpenRLHF, "verl": Verl, "prime_rl": PrimeRL}
+SENDERS: dict[str, Any] = {
+    "openrlhf": OpenRLHF,
+    "openrlhf_ipc": OpenRLHFColocated,
+    "verl": Verl,
+    "prime_rl": PrimeRL,
+}
+
+
+def reduce(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
+    """A function and arguments that give another process the memory of a tensor."""
+    if tensor.is_cuda:
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        return reduce_tensor(tensor)
+    from benchmarks.frameworks.on_host import lend
+
+    return lend(tensor)
+
+
+@contextmanager
+def on_device(device: torch.device) -> Iterator[torch.device]:
+    """Context: a GPU is the current one; the host needs no such thing."""
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        yield device
 
 
 def device_of(number: int) -> torch.device:
@@ -245,38 +324,71 @@ def orders(pipe: Connection) -> Iterator[Any]:
 def main(framework: str, source: str, num_ranks: str, handle: str) -> None:
     """Get weights ready, join, then send a version at every order."""
     pipe = Connection(int(handle))
-    device = device_of(0 if framework == "verl" else -1)
+    kind = SENDERS[framework]
+    device = device_of(0 if kind.is_beside else -1)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
         from benchmarks.frameworks.on_host import use_host
 
         use_host()
-    OWN[framework].use()
+        torch.set_num_threads(1)  # threads that wait would hold the engine's cores
+    OWN[kind.package].use()
     weights: Any = None
+    written: Iterator[Path] = iter(())
     if source != FILES:
         from benchmarks.gpu.trainer import Weights, change
 
-        weights = Weights(source, device)
+        if kind.reads_files:
+            written = cycle(write_files(Path(source), device)[::-1])
+        else:
+            weights = Weights(source, device)
     pipe.send("ready")
     sender: Any = None
     for order in orders(pipe):
         try:
             if sender is None:
-                sender = SENDERS[framework](Engine(pipe), int(num_ranks))
+                sender = kind(Engine(pipe), int(num_ranks))
             elif weights is not None:
                 change(weights.own)
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
                 sender.send(dict(weights.read_tensors()))
-            elif framework == "prime_rl":
-                sender.send(order.folder)
+            elif kind.reads_files:
+                sender.send(order.folder or next(written))
             else:
                 sender.send(_read(order.folder, device), pause_s=order.pause_s)
         except Exception as error:
             pipe.send(error)
         else:
             pipe.send(None)
+
+
+def write_files(folder: Path, device: torch.device) -> list[Path]:
+    """The folders of two versions of a shape, which differ in one tensor.
+
+    They are written once: `folder` has the files of the first version as well, for an
+    engine that starts with it. What the versions share is on the disk once.
+    """
+    from safetensors.torch import save_file
+
+    from benchmarks.gpu.trainer import Weights, change
+
+    versions = [folder / f"step_{number}" for number in (0, 1)]
+    if versions[-1].is_dir():
+        return versions
+    own = dict(Weights(str(folder), device).own)
+    head = next(name for name in ("lm_head.weight", *own) if name in own)
+    tensors = {head: own.pop(head)}
+    rest = folder / "rest.safetensors"
+    save_file({name: tensor.cpu() for name, tensor in own.items()}, rest)
+    for version in versions:
+        version.mkdir()
+        (version / rest.name).hardlink_to(rest)
+        save_file({head: tensors[head].cpu()}, version / "head.safetensors")
+        change(tensors)
+    (folder / "head.safetensors").hardlink_to(versions[0] / "head.safetensors")
+    return versions
 
 
 def _read(folder: Path, device: torch.device) -> Tensors:

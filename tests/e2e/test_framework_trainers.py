@@ -1,7 +1,8 @@
 """Trainers of frameworks, with their packages' own transports and worker extensions.
 
 The trainer is a process of its own. On the CPU build the store of OpenRLHF's group is
-in the place of NCCL, and verl sends through shared memory.
+in the place of NCCL. verl, and OpenRLHF in the place of CUDA IPC, send through shared
+memory.
 """
 
 from collections.abc import Callable
@@ -12,11 +13,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from benchmarks.frameworks.packages import OWN
+from benchmarks.frameworks.trainer import SENDERS
 from tests.support.engines.script import run_script
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-FRAMEWORKS = ["openrlhf", "verl", "prime_rl"]
+FRAMEWORKS = ["openrlhf", "openrlhf_ipc", "verl", "prime_rl"]
 Seen = dict[str, Any]
 
 
@@ -43,7 +45,8 @@ def in_float32(
 def run(folders: list[Path], num_ranks: int, frameworks: list[str]) -> Seen:
     """What an engine serves that these frameworks' trainers update in turn."""
     for framework in frameworks:
-        assert OWN[framework].folder.is_dir(), "run `make test-frameworks`"
+        folder = OWN[SENDERS[framework].package].folder
+        assert folder.is_dir(), "run `make test-frameworks`"
     room = "tests.support.frameworks"
     # Pieces of verl's buffer are smaller than the model.
     env = {"BENCH_BUCKET_MB": "1"}

@@ -1,7 +1,8 @@
 """Trainers of frameworks on GPUs, with their packages' own transports and extensions.
 
-OpenRLHF broadcasts over NCCL from a GPU of its own, verl lends a buffer on the engine's
-GPU by CUDA IPC, and prime-rl names a folder. The engines decode with CUDA graphs.
+OpenRLHF broadcasts over NCCL from a GPU of its own. verl lends a buffer on the engine's
+GPU by CUDA IPC, and OpenRLHF's colocated trainer lends each tensor. prime-rl names a
+folder. The engines decode with CUDA graphs.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.frameworks.trainer import SENDERS
 from tests.e2e.test_adoption import check_two_ranks
 from tests.e2e.test_framework_trainers import (  # noqa: F401 (a fixture)
     FRAMEWORKS,
@@ -32,6 +34,7 @@ pytestmark = [
 ]
 
 NUM_GPUS = torch.cuda.device_count()
+ON_ONE_GPU = [name for name in FRAMEWORKS if SENDERS[name].is_beside]
 
 
 def needs(num_gpus: int) -> pytest.MarkDecorator:
@@ -41,11 +44,11 @@ def needs(num_gpus: int) -> pytest.MarkDecorator:
 @pytest.fixture(scope="module")
 def of_one_rank(in_float32: list[Path]) -> Seen:  # noqa: F811
     """OpenRLHF's trainer has a GPU of its own."""
-    return run(in_float32, 1, FRAMEWORKS if NUM_GPUS > 1 else ["verl", "prime_rl"])
+    return run(in_float32, 1, FRAMEWORKS if NUM_GPUS > 1 else ON_ONE_GPU)
 
 
 @pytest.mark.parametrize(
-    "framework", ["verl", "prime_rl", pytest.param("openrlhf", marks=needs(2))]
+    "framework", [*ON_ONE_GPU, pytest.param("openrlhf", marks=needs(2))]
 )
 def test_a_frameworks_own_trainer_updates_an_engine_under_load(
     in_float32: list[Path],  # noqa: F811
@@ -75,7 +78,7 @@ def test_trainers_update_two_ranks_under_load(
     in_float32: list[Path],  # noqa: F811
 ) -> None:
     """With three GPUs OpenRLHF's group is one of NCCL beside that of the ranks."""
-    frameworks = ["openrlhf", "verl"] if NUM_GPUS > 2 else ["verl"]
+    frameworks = ["openrlhf"] * (NUM_GPUS > 2) + ON_ONE_GPU
     seen = run(in_float32, 2, frameworks)
     for framework in frameworks:
         check(seen, framework, in_float32, num_ranks=2)

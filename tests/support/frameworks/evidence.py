@@ -46,6 +46,7 @@ OF_SWIFT = (Evidence(RECORDING, CPU, "e2e/test_adopted_swift.py"),)
 
 
 PACKAGES, TRAINERS = "e2e/test_framework_packages.py", "e2e/test_framework_trainers.py"
+ON_GPUS = "gpu/test_frameworks.py"
 
 
 def _package(version: str) -> Evidence:
@@ -60,13 +61,16 @@ OPENRLHF, VERL, SWIFT, CHECKPOINT_ENGINE = "0.11.2", "0.9.1", "4.6.0", "0.4.2"
 PRIME_RL = "August 2026"
 
 SEEN: dict[tuple[str, str, tuple[str, ...]], tuple[Evidence, ...]] = {
-    ("OpenRLHF", "update_weight", ()): (_both_ends(OPENRLHF),),
+    ("OpenRLHF", "update_weight", ()): (
+        _both_ends(OPENRLHF),
+        _both_ends(OPENRLHF, GPU, ON_GPUS),
+    ),
     ("OpenRLHF", "update_weight_cuda_ipc", ()): (
-        Evidence(RECORDING, CPU, "e2e/test_adoption.py"),
+        Evidence(EXTENSION, CPU, TRAINERS, OPENRLHF),
     ),
     ("verl", "update_weights_from_ipc", ()): (
         _both_ends(VERL),
-        _both_ends(VERL, GPU, "gpu/test_frameworks.py"),
+        _both_ends(VERL, GPU, ON_GPUS),
     ),
     ("ms-swift", "update_weights_from_ipc", ()): (_package(SWIFT),),
     ("ms-swift", "update_named_param", ()): OF_SWIFT,
@@ -77,6 +81,7 @@ SEEN: dict[tuple[str, str, tuple[str, ...]], tuple[Evidence, ...]] = {
     ),
     ("prime-rl", "update_weights_from_path", ("weight_path",)): (
         Evidence(EXTENSION, CPU, TRAINERS, PRIME_RL),
+        Evidence(EXTENSION, GPU, ON_GPUS, PRIME_RL),
     ),
     ("prime-rl", "update_weights_from_path", ("weight_dir",)): RECORDED,
     ("prime-rl", "update_weights_from_path", ("apply_transfer_plan",)): DECLARED,

@@ -1,11 +1,11 @@
 """An engine that frameworks' own trainers update while requests run, in turn.
 
-Usage: python -m tests.support.frameworks.trained OLD NEW RANKS FRAMEWORK…
+Usage: python -m tests.support.frameworks.trained OLD NEW RANKS TRAINER…
 
 Worker extensions and transports are those of the packages, unmodified. Each trainer is
-a process of its own. On GPUs OpenRLHF sends over NCCL from another GPU, and verl lends
-memory of the engine's own GPUs. The engine absorbs pauses; prime-rl's trainer pauses
-around each update. Both checkpoints are in float32.
+a process of its own. On GPUs OpenRLHF sends over NCCL from another GPU. verl and
+OpenRLHF's colocated trainer lend memory of the engine's own GPUs. The engine absorbs
+pauses; prime-rl's trainer pauses around each update. Both checkpoints are in float32.
 
 Prints what was served as JSON, by framework.
 """
@@ -24,7 +24,13 @@ import torch
 
 from benchmarks.frameworks import extensions
 from benchmarks.frameworks.extensions import AND
-from benchmarks.frameworks.trainer import FILES, JOB, TrainerProcess, Version
+from benchmarks.frameworks.trainer import (
+    FILES,
+    JOB,
+    SENDERS,
+    TrainerProcess,
+    Version,
+)
 from tests.support.engines import oracle
 from tests.support.engines.probe import greedy, outputs_during
 from tests.support.engines.reference import Reference
@@ -175,12 +181,13 @@ def updated_by(
 def main(old: Path, new: Path, num_ranks: int, frameworks: list[str]) -> None:
     from vllm import LLM
 
+    packages = dict.fromkeys(SENDERS[framework].package for framework in frameworks)
     inflight = {"pauses": "absorb", "update_deadline_s": DEADLINE_S}
     own: dict[str, Any] = {
         "dtype": "float32",
         "enforce_eager": not torch.cuda.is_available(),
         "tensor_parallel_size": num_ranks,
-        "worker_extension_cls": f"{extensions.__name__}.{AND.join(frameworks)}",
+        "worker_extension_cls": f"{extensions.__name__}.{AND.join(packages)}",
         "additional_config": {"inflight": inflight},
     }
     llm: Any = LLM(str(old), **(OPTIONS | own))

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from tests.support.shadow_on_host import HIDDEN, SHARDS, Sets, shows, version
 from vllm.inflight.errors import Conflict, InflightError, WeightsMismatch
 from vllm.inflight.update import Manifest
-from vllm.inflight.worker.adopted_call import calling, noting
+from vllm.inflight.worker.adopted_call import AdoptedCall, running
 from vllm.inflight.worker.memory.arena import Arena
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
-from vllm.inflight.worker.staging.extension import Door, Guard
+from vllm.inflight.worker.staging.extension import Door
+from vllm.inflight.worker.staging.guard import Guard
 from vllm.inflight.worker.staging.loader import UpdateLoader
 
 QKV, NORM, EMBED = "attention.qkv", "norm", "embed.weight"
@@ -70,13 +71,13 @@ class Update:
 
     def run(self, method: Callable[[Any], object]) -> None:
         """Call a method on the shadow model, as a staging thread does."""
-        with torch.no_grad(), noting() as noted, calling(True), Guard("it", self.door):
+        call = AdoptedCall("it", self.door.note)
+        with torch.no_grad(), running(call), Guard(call, self.door):
             method(self.sets.second)
+        call.end()
         self.door.bring_home()
-        if (
-            failure := next(filter(None, [self.door.failure, *noted]), None)
-        ) is not None:
-            raise failure
+        if self.door.failure is not None:
+            raise self.door.failure
 
     def end(self) -> str | None:
         """The digest of what was written itself; raises unless all is whole."""

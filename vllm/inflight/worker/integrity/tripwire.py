@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from vllm.inflight import upstream
 from vllm.inflight.errors import Conflict
 from vllm.inflight.update import DRAFT
-from vllm.inflight.worker.adopted_call import is_calling, rejected
+from vllm.inflight.worker.adopted_call import is_of_method, rejected
 from vllm.inflight.worker.integrity import fingerprint
 from vllm.inflight.worker.model import layerwise_reload
 from vllm.inflight.worker.model.drafter import served_by, trees
@@ -372,7 +372,7 @@ class NotedLoad:
 
     def __call__(self, weights: Iterable[Any], *args: object, **kwargs: object) -> Any:
         """Load, as the model does."""
-        if is_calling():
+        if is_of_method():
             error = Conflict(
                 "a method of the worker extension loads into the live model, which it "
                 "has kept since an earlier call, and its calls are adopted; start the "

@@ -20,7 +20,11 @@ from vllm.inflight import upstream
 from vllm.inflight.errors import Conflict
 from vllm.inflight.tensor_names import PLAIN
 from vllm.inflight.update import DRAFT, Manifest
-from vllm.inflight.worker.adopted_call import is_calling, rejected
+from vllm.inflight.worker.adopted_call import (
+    is_calling,
+    is_of_method,
+    rejected,
+)
 from vllm.inflight.worker.model import direct_writes, layerwise_reload
 from vllm.inflight.worker.model.quantized import is_quantised
 from vllm.inflight.worker.replay_plan import Entry, RecordedWrites, View, are_apart
@@ -470,7 +474,7 @@ def _require_loader(name: str) -> None:
 
     It has to load by `load_weights` of the model, which verifies its tensors.
     """
-    if is_calling():
+    if is_of_method():
         error = Conflict(
             f"the worker extension fills {name} of the shadow model itself, without "
             "load_weights of the model, so its tensors cannot be verified; start the "

@@ -6,6 +6,8 @@ worker, except that its model is the shadow model. Its `load_weights` is a `Door
 the checks of an update behind it. The method brings its tensors by its own transport.
 What it copies into parameters itself goes through the door as well.
 
+Threads that the method starts belong to its call, see guard.py.
+
 While the method runs, the load of the shadow model is ours: what upstream does to begin
 and to end a load has no effect in this thread, see adopted_call.py. Collecting garbage
 and emptying torch's cache have none either, because both stop decoding.
@@ -15,39 +17,35 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import (
-    TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
 )
 
 from vllm.inflight import messages, upstream
-from vllm.inflight.errors import Conflict, EngineFault, InflightError
+from vllm.inflight.errors import EngineFault, InflightError
 from vllm.inflight.frameworks.known_call import methods_of
 from vllm.inflight.frameworks.table import known_calls, matched
 from vllm.inflight.transport.base import StagedEngine
 from vllm.inflight.transport.buckets.tensor_list import Pair
 from vllm.inflight.worker.adopted_call import (
+    AdoptedCall,
     calling,
     is_calling,
-    noting,
-    rejected,
+    loading,
+    running,
 )
 from vllm.inflight.worker.integrity.outside_writes import SOURCE
 from vllm.inflight.worker.model.drafter import ModelWithDrafter
 from vllm.inflight.worker.model.layers import parameters
+from vllm.inflight.worker.staging.guard import Guard, follow_threads, write_conflict
 from vllm.inflight.worker.staging.parameter_writes import ParameterWrites
-from vllm.inflight.worker.staging.weight_memory import (
-    LIVE,
-    Known,
-    WeightMemory,
-    pairs_of,
-)
+from vllm.inflight.worker.staging.weight_memory import LIVE, Known, WeightMemory
 from vllm.inflight.yielding import with_breaks
 
 
@@ -75,168 +73,6 @@ def _unless_calling(original: Callable[..., Any], nothing: object) -> Any:
 
 DRAFTERS = ("drafter", "speculator")
 """Attributes of vLLM's two model runners that hold the drafter."""
-
-BY_HANDLE = {"_C_custom_ar": "", "_C": "shm_", "symm_mem": ""}
-"""Namespaces and first letters of operators whose group is a handle. vLLM's groups of
-ranks that decode are the only ones that use them."""
-
-PAST_TORCH = ("pynccl_comm", "mq_broadcaster")
-"""Attributes of a group, or of its communicator, that send without torch's operators.
-"""
-
-SENDING = (
-    *("all_reduce", "all_gather", "all_gatherv", "reduce_scatter", "reduce_scatterv"),
-    *("reduce", "scatter", "gather", "broadcast", "send", "recv", "batch_isend_irecv"),
-    *("broadcast_object", "enqueue", "dequeue"),
-)
-"""Their methods that send or receive."""
-
-
-class Guard(TorchDispatchMode):
-    """Rejects operators of torch that a method in this thread must not call.
-
-    - Collectives of the groups of ranks that decode. Steps use these groups at the same
-      time. Ranks would meet in different calls, and would wait for each other or
-      receive each other's tensors.
-    - Writes into parameters that are not accounted for, and reads of what was there
-      before; see weight_memory.py.
-
-    Collectives of torch and of vLLM are operators. NCCL that vLLM calls past torch, and
-    its queue in shared memory, are guarded by themselves.
-
-    Args:
-        method: the method that runs, for the message.
-        door: of the update; it takes the writes that are accounted for.
-
-    """
-
-    def __init__(self, method: str, door: Door) -> None:
-        super().__init__()
-        self._method, self._door = method, door
-        # A load may give layers other memory, and the method may have kept the old one.
-        door.memory.note()
-        known = (found() for found in upstream.GROUPS.values())
-        groups = [g for g in known if g is not None and g.world_size > 1]
-        self._decoding = [
-            each for group in groups for each in (group.device_group, group.cpu_group)
-        ]
-        self._names = {group.unique_name for group in groups}
-        self._names.update(each.group_name for each in self._decoding)
-        for group in groups:
-            for owner in (group, group.device_communicator):
-                for name in PAST_TORCH:
-                    _guard(getattr(owner, name, None))
-
-    def __torch_dispatch__(
-        self,
-        func: torch._ops.OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        named = kwargs or {}
-        if self._decoding and self._is_theirs(func, args, named):
-            name = func.__name__.partition(".")[0].strip("_")
-            raise rejected(_conflict(self._method, name))
-        memory = self._door.memory
-        for known in memory.read_by(func, args, named):
-            if not self._door.may_be_read(known):
-                raise rejected(_read_conflict(self._method, known))
-        if written := memory.written_by(func, args, named):
-            return self._written(func, args, named, written)
-        return func(*args, **named)
-
-    def _written(
-        self,
-        func: torch._ops.OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        written: list[Known],
-    ) -> Any:
-        """Have the door make the copies of an operator; raises if it does more."""
-        copied = [
-            (self._door.memory.of(target), target, source)
-            for target, source in pairs_of(func, args)
-        ]
-        if not copied or not all(self._door.takes(*each) for each in copied):
-            raise rejected(_write_conflict(self._method, written[0]))
-        is_late = bool(args[2]) if len(args) > 2 else bool(kwargs.get("non_blocking"))
-        for known, target, source in copied:
-            if known:
-                self._door.write(known[0], target, source, non_blocking=is_late)
-            else:
-                target.copy_(source, non_blocking=is_late)
-        return args[0] if isinstance(args[0], torch.Tensor) else None
-
-    def _is_theirs(
-        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
-        """Whether an operator is a collective of ranks that decode."""
-        namespace = func.namespace
-        if namespace == "c10d":
-            groups = [_group_of(each) for each in args]
-            return any(group is each for group in groups for each in self._decoding)
-        if namespace in ("vllm", "_c10d_functional"):
-            named = [e for e in (*args, *kwargs.values()) if isinstance(e, str)]
-            return not self._names.isdisjoint(named)
-        first = BY_HANDLE.get(namespace)
-        return first is not None and func.__name__.startswith(first)
-
-
-def _guard(owner: Any) -> None:
-    """Let the methods of `owner` that send raise in a thread that runs an extension's.
-
-    They are replaced once, for good. Other threads notice nothing of it.
-    """
-    for name in SENDING if owner is not None else ():
-        method = getattr(owner, name, None)
-        if callable(method) and not hasattr(method, "is_guarded"):
-            setattr(owner, name, _guarded(method, name))
-
-
-def _guarded(method: Callable[..., Any], name: str) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        if is_calling():
-            raise rejected(_conflict("a method of the worker extension", name))
-        return method(*args, **kwargs)
-
-    setattr(guarded, "is_guarded", True)  # noqa: B010 (mypy knows no such attribute)
-    return guarded
-
-
-def _conflict(method: str, name: str) -> Conflict:
-    return Conflict(
-        f"{method} calls the collective {name} of a group of ranks that decode, and it "
-        "runs beside their steps; start the engine with --inflight-adopt off"
-    )
-
-
-def _write_conflict(method: str, what: object) -> Conflict:
-    return Conflict(
-        f"{method} of the worker extension writes into {what} itself, in a way that "
-        "cannot be verified: an adopted method gives its tensors to load_weights, or "
-        "copies them into parameters, each element once; start the engine with "
-        "--inflight-adopt off"
-    )
-
-
-def _read_conflict(method: str, what: object) -> Conflict:
-    return Conflict(
-        f"{method} of the worker extension reads {what}, which has the content of an "
-        "earlier version until this one is written, so nothing may be computed from "
-        "it; start the engine with --inflight-adopt off"
-    )
-
-
-def _group_of(value: object) -> Any:
-    """The process group that an argument of a collective is; else None."""
-    if not isinstance(value, torch.ScriptObject):
-        return None
-    try:
-        return torch.distributed.ProcessGroup.unbox(value)
-    except RuntimeError:  # it is another object of torch's
-        return None
 
 
 @contextmanager
@@ -315,7 +151,16 @@ class Door:
         """The parameters when nothing but the update loader had written them."""
 
     def __call__(self, weights: Iterable[Pair]) -> set[str]:
-        """Load tensors; returns their names."""
+        """Load tensors; returns their names.
+
+        Raises:
+            Conflict: this thread may not load now, see `AdoptedCall.loading`.
+
+        """
+        with loading():
+            return self._loaded(weights)
+
+    def _loaded(self, weights: Iterable[Pair]) -> set[str]:
         names: set[str] = set()
         self.bring_home()
         usual = torch.get_default_device()
@@ -340,14 +185,19 @@ class Door:
                 calling(False),
                 _disable_current_modes(),
                 _default_device(self._device),
+                self._on_stream(),
             ):
                 self._load(noted())
         except Exception as error:
-            self.failure = self.failure or error
+            self.note(error)
             raise
         finally:
             self._note_load()
         return names
+
+    def note(self, error: Exception) -> None:
+        """Note an error of this update; the first one counts."""
+        self.failure = self.failure or error
 
     def may_be_read(self, known: Known) -> bool:
         """Whether a method may read the content of a parameter."""
@@ -391,7 +241,7 @@ class Door:
                     known.name, view, known.param, source, non_blocking=non_blocking
                 )
         except Exception as error:
-            self.failure = self.failure or error
+            self.note(error)
             raise
         finally:
             self._note_load()
@@ -443,19 +293,22 @@ class Door:
             self._note_replaced(f"the place of {name}")
 
     def _note_replaced(self, what: str) -> None:
-        error = _write_conflict("a method", f"{what} of the shadow model")
-        self.failure = self.failure or error
+        self.note(write_conflict("a method", f"{what} of the shadow model"))
 
     def require_all_through(self, loaded: Collection[str]) -> None:
-        """Raise `Conflict` if parameters were written without the door.
+        """Raise what was rejected, or `Conflict` if parameters were written without the
+        door.
 
-        A thread that the method has started may do so, and no guard is in that thread.
-        Its writes to `param.data` are not seen.
+        A thread of the method may have been rejected since the method has returned. No
+        guard is in a thread that is older than the call; it may write, and its writes
+        to `param.data` are not seen.
 
         Args:
             loaded: the parameters that the update loader has written.
 
         """
+        if self.failure is not None:
+            raise self.failure
         now = self._now()
         past = [
             name
@@ -466,7 +319,7 @@ class Door:
         ]
         if past:
             others = f"{past[0]} and {len(past) - 1} other parameters"
-            raise _write_conflict("a method", others)
+            raise write_conflict("a method", others)
 
     def _now(self) -> dict[str, tuple[int, int]]:
         """The id and the version counter of each parameter."""
@@ -524,22 +377,22 @@ class ExtensionCalls(StagedEngine):
 
         """
         _make_calm()
+        follow_threads()
         if self._stand_in is None:
             self._stand_in = stand_in(self.worker, self.model)
         if command.method is None:
             name, method = "load_weights", self.model.load_weights
         else:
             name, method = command.method, getattr(self._stand_in, command.method)
-        guard, rejections = Guard(name, door), []
+        call = AdoptedCall(name, door.note)
         door.note_homes()
         if torch.device(self.worker.device).type == "cuda":
             door.stream = torch.cuda.current_stream()
         try:
             usual = self.usual_device or torch.device("cpu")
             with (
-                noting() as rejections,
-                calling(True),
-                guard,
+                running(call),
+                Guard(call, door),
                 _default_device(usual),
                 _listed_parameters(_target_of(self.model)),
             ):
@@ -552,7 +405,7 @@ class ExtensionCalls(StagedEngine):
                 f"{type(error).__name__}: {error}"
             ) from error
         finally:
-            door.failure = next(filter(None, [door.failure, *rejections]), None)
+            call.end()
             door.bring_home()
 
     def note_source(self) -> None:

@@ -33,6 +33,7 @@ from vllm.inflight.tensor_names import PLAIN
 from vllm.inflight.transport.buckets.reassembly import Destination
 from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.update import Manifest, TensorSpec
+from vllm.inflight.worker.adopted_call import require_in_time
 from vllm.inflight.worker.delta.dense import Came, Comparison, log_parameter
 from vllm.inflight.worker.delta.destinations import KnownDestinations
 from vllm.inflight.worker.delta.fill import fill
@@ -200,7 +201,12 @@ class UpdateLoader:
         earlier costs nothing. If the model's loader rejects a tensor, the loader is
         called again for the following ones, so that the error can name all of them; see
         `require_taken`.
+
+        Raises:
+            Conflict: a thread of an adopted call loads, and its method has returned.
+
         """
+        require_in_time()
         if self.writes_elements:
             return self._write(weights)
         if self.is_delta:

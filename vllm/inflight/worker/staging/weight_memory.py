@@ -93,26 +93,45 @@ class WeightMemory:
     Args:
         shadow: the shadow model.
         live: the live model.
+        kept: parameters that were theirs before.
 
     """
 
-    def __init__(self, shadow: torch.nn.Module, live: torch.nn.Module) -> None:
+    def __init__(
+        self,
+        shadow: torch.nn.Module,
+        live: torch.nn.Module,
+        kept: Iterable[Known] = (),
+    ) -> None:
         self._models = {SHADOW: shadow, LIVE: live}
-        self._known: dict[int, Known] = {}
+        self._known = {id(known.param): known for known in kept}
         """By the id of the parameter, which is kept alive here."""
         self._hollow: dict[int, Known] = {}
         """Parameters without memory, by their storage. A layer has no memory until its
         load is complete."""
         self._places: list[Place] | None = None
 
+    @property
+    def models(self) -> list[torch.nn.Module]:
+        """The shadow model and the live model."""
+        return [self._models[SHADOW], self._models[LIVE]]
+
+    @property
+    def known(self) -> list[Known]:
+        """The parameters of both models, and those of before."""
+        return list(self._known.values())
+
     def moved(self) -> None:
         """Parameters may have other places now."""
         self._places = None
 
-    def note(self) -> None:
-        """Remember where the parameters are now, unless they have not moved."""
-        if self._places is not None:
-            return
+    def note(self) -> list[Place]:
+        """Remember where the parameters are now, unless they have not moved.
+
+        Another thread may say at any time that they have.
+        """
+        if (places := self._places) is not None:
+            return places
         for model, tree in self._models.items():
             for name, _, _, param in parameters(tree):
                 self._known.setdefault(id(param), Known(name, model, param))
@@ -126,7 +145,9 @@ class WeightMemory:
             for known in self._known.values()
             if _is_in_memory(known.param)
         ]
-        self._places = _apart(sorted(found, key=lambda place: place[:2]))
+        places = _apart(sorted(found, key=lambda place: place[:2]))
+        self._places = places
+        return places
 
     def written_by(
         self,
@@ -156,13 +177,12 @@ class WeightMemory:
             return [] if known is None else [known]
         if not _is_in_memory(tensor):
             return []
-        self.note()
-        assert self._places is not None
+        places = self.note()
         begin, end = _span(tensor)
-        index = bisect.bisect_left(self._places, end, key=lambda p: p.begin) - 1
-        if index < 0 or self._places[index].end <= begin:
+        index = bisect.bisect_left(places, end, key=lambda p: p.begin) - 1
+        if index < 0 or places[index].end <= begin:
             return []
-        return list(self._places[index].of)
+        return list(places[index].of)
 
     def _at(self, tensors: Iterable[torch.Tensor]) -> list[Known]:
         return [known for tensor in tensors for known in self.of(tensor)]

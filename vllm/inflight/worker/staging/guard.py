@@ -1,0 +1,315 @@
+"""What a method of a worker extension may do with torch, in every thread of its call.
+
+A `Guard` looks at operators before they run. The method's own thread has one, and each
+thread that the method starts has a `ThreadGuard`. So a thread that writes on after its
+method has returned is seen, and its writes are rejected.
+
+A thread is followed if Python's `threading` starts it. A thread that is older than the
+call, or that native code has started, is not seen.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vllm.inflight import upstream
+from vllm.inflight.errors import Conflict
+from vllm.inflight.worker.adopted_call import (
+    AdoptedCall,
+    current,
+    is_calling,
+    is_of_method,
+    late,
+    rejected,
+    running,
+)
+from vllm.inflight.worker.staging.weight_memory import Known, WeightMemory, pairs_of
+
+if TYPE_CHECKING:
+    from vllm.inflight.worker.staging.extension import Door
+
+BY_HANDLE = {"_C_custom_ar": "", "_C": "shm_", "symm_mem": ""}
+"""Namespaces and first letters of operators whose group is a handle. vLLM's groups of
+ranks that decode are the only ones that use them."""
+
+PAST_TORCH = ("pynccl_comm", "mq_broadcaster")
+"""Attributes of a group, or of its communicator, that send without torch's operators.
+"""
+
+SENDING = (
+    *("all_reduce", "all_gather", "all_gatherv", "reduce_scatter", "reduce_scatterv"),
+    *("reduce", "scatter", "gather", "broadcast", "send", "recv", "batch_isend_irecv"),
+    *("broadcast_object", "enqueue", "dequeue"),
+)
+"""Their methods that send or receive."""
+
+
+class Guard(TorchDispatchMode):
+    """Rejects operators of torch that a method in this thread must not call.
+
+    - Collectives of the groups of ranks that decode. Steps use these groups at the same
+      time. Ranks would meet in different calls, and would wait for each other or
+      receive each other's tensors.
+    - Writes into parameters that are not accounted for, and reads of what was there
+      before; see weight_memory.py.
+
+    Collectives of torch and of vLLM are operators. NCCL that vLLM calls past torch, and
+    its queue in shared memory, are guarded by themselves.
+
+    Args:
+        call: of the method.
+        door: of the update; it takes the writes that are accounted for.
+
+    """
+
+    def __init__(self, call: AdoptedCall, door: Door) -> None:
+        super().__init__()
+        self._method, self._door = call.method, door
+        call.guard = self
+        # A load may give layers other memory, and the method may have kept the old one.
+        door.memory.note()
+        known = (found() for found in upstream.GROUPS.values())
+        groups = [g for g in known if g is not None and g.world_size > 1]
+        self._decoding = [
+            each for group in groups for each in (group.device_group, group.cpu_group)
+        ]
+        self._names = {group.unique_name for group in groups}
+        self._names.update(each.group_name for each in self._decoding)
+        for group in groups:
+            for owner in (group, group.device_communicator):
+                for name in PAST_TORCH:
+                    _guard(getattr(owner, name, None))
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        named = kwargs or {}
+        if written := self.written_by(func, args, named):
+            return self._written(func, args, named, written)
+        return func(*args, **named)
+
+    def late_memory(self) -> LateMemory:
+        """What threads of the method may not write when it has returned."""
+        self._door.memory.note()
+        return LateMemory(self._door.memory)
+
+    def written_by(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Known]:
+        """The parameters that an operator would write.
+
+        Raises:
+            Conflict: it is a collective that is not allowed, or it would read what must
+                not be read.
+
+        """
+        if self._decoding and self._is_theirs(func, args, kwargs):
+            name = func.__name__.partition(".")[0].strip("_")
+            raise rejected(_conflict(self._method, name))
+        for known in self._door.memory.read_by(func, args, kwargs):
+            if not self._door.may_be_read(known):
+                raise rejected(_read_conflict(self._method, known))
+        return self._door.memory.written_by(func, args, kwargs)
+
+    def _written(
+        self,
+        func: torch._ops.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        written: list[Known],
+    ) -> Any:
+        """Have the door make the copies of an operator; raises if it does more."""
+        copied = [
+            (self._door.memory.of(target), target, source)
+            for target, source in pairs_of(func, args)
+        ]
+        if not copied or not all(self._door.takes(*each) for each in copied):
+            raise rejected(write_conflict(self._method, written[0]))
+        is_late = bool(args[2]) if len(args) > 2 else bool(kwargs.get("non_blocking"))
+        for known, target, source in copied:
+            if known:
+                self._door.write(known[0], target, source, non_blocking=is_late)
+            else:
+                target.copy_(source, non_blocking=is_late)
+        return args[0] if isinstance(args[0], torch.Tensor) else None
+
+    def _is_theirs(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Whether an operator is a collective of ranks that decode."""
+        namespace = func.namespace
+        if namespace == "c10d":
+            groups = [_group_of(each) for each in args]
+            return any(group is each for group in groups for each in self._decoding)
+        if namespace in ("vllm", "_c10d_functional"):
+            named = [e for e in (*args, *kwargs.values()) if isinstance(e, str)]
+            return not self._names.isdisjoint(named)
+        first = BY_HANDLE.get(namespace)
+        return first is not None and func.__name__.startswith(first)
+
+
+class ThreadGuard(TorchDispatchMode):
+    """Rejects in a thread that a method has started what a `Guard` rejects, and every
+    write into a parameter.
+
+    The thread may give tensors to `load_weights` until the method has returned. From
+    then on it writes neither into the shadow weights nor into the live ones, which may
+    have changed places.
+
+    Args:
+        call: of the method.
+
+    """
+
+    def __init__(self, call: AdoptedCall) -> None:
+        super().__init__()
+        self._call = call
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        named, method = kwargs or {}, self._call.method
+        guard: Guard | None = self._call.guard
+        if guard is not None:
+            for known in guard.written_by(func, args, named):
+                raise rejected(
+                    write_conflict(f"a thread that {method} has started", known)
+                )
+        else:
+            late_memory: LateMemory = self._call.late_memory
+            for known in late_memory.written_by(func, args, named):
+                raise rejected(late(method, f"writes into {known}"))
+        return func(*args, **named)
+
+
+class LateMemory:
+    """The parameters that threads of a call may not write when it is over.
+
+    These are the parameters of both models at the time of the write, and those that the
+    threads may have kept. It keeps none of them alive.
+
+    Args:
+        memory: of the call.
+
+    """
+
+    def __init__(self, memory: WeightMemory) -> None:
+        self._models = [weakref.ref(model) for model in memory.models]
+        self._known = [
+            (known.name, known.model, weakref.ref(known.param))
+            for known in memory.known
+        ]
+
+    def written_by(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Known]:
+        """The parameters that an operator would write."""
+        shadow, live = (model() for model in self._models)
+        if shadow is None or live is None:  # the engine is gone
+            return []
+        kept = (
+            Known(name, model, param)
+            for name, model, found in self._known
+            if (param := found()) is not None
+        )
+        return WeightMemory(shadow, live, kept).written_by(func, args, kwargs)
+
+
+@functools.cache
+def follow_threads() -> None:
+    """Let the threads that a method starts belong to its call.
+
+    `Thread.start` is replaced once in a process, for good.
+    """
+    original = threading.Thread.start
+
+    @functools.wraps(original)
+    def start(self: threading.Thread) -> None:
+        call = current()
+        if call is not None and is_of_method():
+            call.has_threads = True
+            self.run = _followed(self.run, call)  # type: ignore[method-assign]
+        original(self)
+
+    threading.Thread.start = start  # type: ignore[method-assign]
+
+
+def _followed(run: Callable[[], None], call: AdoptedCall) -> Callable[[], None]:
+    guard = ThreadGuard(call)
+
+    def followed() -> None:
+        with running(call), guard:
+            run()
+
+    return followed
+
+
+def _guard(owner: Any) -> None:
+    """Let the methods of `owner` that send raise in a thread that runs an extension's.
+
+    They are replaced once, for good. Other threads notice nothing of it.
+    """
+    for name in SENDING if owner is not None else ():
+        method = getattr(owner, name, None)
+        if callable(method) and not hasattr(method, "is_guarded"):
+            setattr(owner, name, _guarded(method, name))
+
+
+def _guarded(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        if is_calling():
+            raise rejected(_conflict("a method of the worker extension", name))
+        return method(*args, **kwargs)
+
+    setattr(guarded, "is_guarded", True)  # noqa: B010 (mypy knows no such attribute)
+    return guarded
+
+
+def _conflict(method: str, name: str) -> Conflict:
+    return Conflict(
+        f"{method} calls the collective {name} of a group of ranks that decode, and it "
+        "runs beside their steps; start the engine with --inflight-adopt off"
+    )
+
+
+def write_conflict(method: str, what: object) -> Conflict:
+    return Conflict(
+        f"{method} of the worker extension writes into {what} itself, in a way that "
+        "cannot be verified: an adopted method gives its tensors to load_weights, or "
+        "copies them into parameters, each element once; start the engine with "
+        "--inflight-adopt off"
+    )
+
+
+def _read_conflict(method: str, what: object) -> Conflict:
+    return Conflict(
+        f"{method} of the worker extension reads {what}, which has the content of an "
+        "earlier version until this one is written, so nothing may be computed from "
+        "it; start the engine with --inflight-adopt off"
+    )
+
+
+def _group_of(value: object) -> Any:
+    """The process group that an argument of a collective is; else None."""
+    if not isinstance(value, torch.ScriptObject):
+        return None
+    try:
+        return torch.distributed.ProcessGroup.unbox(value)
+    except RuntimeError:  # it is another object of torch's
+        return None
