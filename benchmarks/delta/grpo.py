@@ -68,6 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rates", type=float, nargs="+", default=RATES)
     parser.add_argument("--steps", type=int, default=30, help="at each rate")
+    parser.add_argument("--pretrain-steps", type=int, default=models.PRETRAIN_STEPS)
     parser.add_argument("--out", type=Path, default=Path("out/bench/delta-grpo.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)  # the other core is the server's
@@ -76,7 +77,7 @@ def main() -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = models.make_model(0)
-        models.pretrain(model, 0, models.PRETRAIN_STEPS, lambda *_: None)
+        models.pretrain(model, 0, options.pretrain_steps, lambda *_: None)
         models.save(model, folder)
         report["parameters"] = sum(param.numel() for param in model.parameters())
         log = options.out.with_suffix(".log")

@@ -1,4 +1,4 @@
-"""The benchmark of deltas on a tiny model without a GPU: the arms of this package."""
+"""The benchmarks of deltas on tiny models without a GPU: the arms of this package."""
 
 import json
 import subprocess
@@ -61,3 +61,18 @@ def test_engines_of_one_group_tell_how_far_apart_they_commit(tmp_path: Path) -> 
     for title in ("whole", *SHARES, "whole again"):
         figures = found[title]
         assert 0 <= figures["told_skew_ms"] < 1e3 * figures["update_s"]
+
+
+def test_steps_of_grpo_are_compared_with_those_before(tmp_path: Path) -> None:
+    words = ["--rates", "2e-4", "--steps", "2", "--pretrain-steps", "60"]
+    command = [sys.executable, "-m", "benchmarks.delta.grpo", *words]
+    file = tmp_path / "grpo.json"
+    done = subprocess.run(
+        [*command, "--out", str(file)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-4000:]
+    report: dict[str, Any] = json.loads(file.read_text())
+    found = report["0.0002"]
+    assert len(found["rewards"]) == len(found["shares"]) == 2
+    # A step without a reward has no gradient, but AdamW goes on.
+    assert 0 < found["all"]["share"] < 1

@@ -4,6 +4,7 @@ Intake, plan, twins, the remainder and the flip of pages are the code that runs 
 GPU; only the memory is the host's.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -172,7 +173,7 @@ def shadow_of(live: torch.nn.Module, second: torch.nn.Module) -> Any:
         views={},
     )
     made.nbytes = 4 * 16 * sum(p.nbytes for p in second.parameters())
-    made.device_to_learn_on = lambda: made.device
+    made.spare_bytes = lambda: math.inf
     made.learn = partial(ShadowModel.learn, made)
     made.note_changed = partial(ShadowModel.note_changed, made)
     made.forget_changed = partial(ShadowModel.forget_changed, made)

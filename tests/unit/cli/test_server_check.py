@@ -259,6 +259,28 @@ def test_the_doctor_says_which_calls_of_a_running_extension_are_adopted(
     assert (finding.remedy is None) == (state is State.GOOD)
 
 
+@pytest.mark.parametrize(
+    ("has_logs", "reason", "told"),
+    [
+        (False, None, "shadow weights of 6.00 GiB"),
+        (
+            True,
+            None,
+            "a log of 6.00 GiB, which goes on in up to 2.00 GiB of host memory",
+        ),
+        (True, "it packs", "no updates in flight: it packs"),
+    ],
+)
+def test_what_engines_hold_for_updates_is_told_in_all(
+    has_logs: bool, reason: str | None, told: str
+):
+    sizes = {"bytes": 3 << 30, "host_bytes": 1 << 30}
+    staging = sizes | {"has_logs": has_logs, "reason": reason}
+    findings = found(healthy(num_engines=2, weight_info=SERVED | {"staging": staging}))
+    assert findings["staging"].found.startswith(told)
+    assert wrong(findings) == []
+
+
 def test_without_a_worker_extension_there_is_no_finding_about_one():
     assert "worker extension" not in found(healthy())
     served = SERVED | {"worker_extension": None}

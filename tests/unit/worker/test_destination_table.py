@@ -1,5 +1,6 @@
 """The destination table is recorded without memory, and proved before it is used."""
 
+import re
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.support.shadow_on_host import (
 )
 from vllm.inflight.worker.replay_plan import Plan
 from vllm.inflight.worker.shadow import parameters
+from vllm.inflight.worker.staging import destination_table
 from vllm.inflight.worker.staging.destination_table import fill_table
 from vllm.inflight.worker.verify.start_checkpoint import StartCheckpoint
 
@@ -31,7 +33,6 @@ def hollow(
     shadow.log = object()
     shadow.plan = Plan(is_replayed=False)
     shadow.start_checkpoint = start_checkpoint(names or version(0))
-    shadow.device_to_learn_on = lambda: torch.device("cpu")
     return shadow
 
 
@@ -50,8 +51,121 @@ def test_every_tensor_of_the_start_checkpoint_has_its_places():
 def test_the_table_of_a_gpu_is_recorded_without_touching_it():
     shadow = hollow()
     shadow.device = torch.device("cuda")
+    shadow.spare_bytes = lambda: 0
     assert fill_table(shadow) is None
     assert shadow.plan.num_proved == len(version(0))
+
+
+def calls_of(kind: type[Model]) -> type[Model]:
+    """The same model, which counts the calls of its loader while it has no content."""
+
+    class Counted(kind):
+        num_calls = 0
+
+        def load_weights(self, weights) -> None:
+            Counted.num_calls += 1
+            super().load_weights(weights)
+
+    return Counted
+
+
+def filled(kind: type[Model], names: dict[str, torch.Tensor]) -> tuple[Any, int]:
+    """A shadow model after its table was filled, and calls of the loader for that."""
+    counted = calls_of(kind)
+    shadow = hollow(counted, names)
+    counted.num_calls = 0
+    assert fill_table(shadow) is None
+    return shadow, counted.num_calls
+
+
+NUM_NORMS = 64
+
+
+class Norms(Model):
+    """It has many small parameters more."""
+
+    def __init__(self, empty) -> None:
+        super().__init__(empty)
+        self.norms = torch.nn.ParameterList(
+            [torch.nn.Parameter(empty((8,)), False) for _ in range(NUM_NORMS)]
+        )
+
+    def load_weights(self, weights) -> None:
+        for name, tensor in weights:
+            if name.startswith("norms."):
+                param = self.norms[int(name.rpartition(".")[2])]
+                getattr(param, "weight_loader", self._load_norm)(param, tensor)
+            else:
+                super().load_weights([(name, tensor)])
+
+    @staticmethod
+    def _load_norm(param, tensor):
+        param.data.copy_(tensor)
+
+
+def with_norms() -> dict[str, torch.Tensor]:
+    return version(0) | {f"norms.{n}": torch.zeros(8) for n in range(NUM_NORMS)}
+
+
+def test_all_tensors_are_recorded_in_one_call_and_proved_in_another():
+    """Each call of a loader walks through the whole model."""
+    shadow, num_calls = filled(Norms, with_norms())
+    assert shadow.plan.num_proved == len(with_norms())
+    assert num_calls == 2
+
+
+class Keeping(Model):
+    """Its loader writes when it has all tensors."""
+
+    def load_weights(self, weights) -> None:
+        super().load_weights(list(weights))
+
+
+def test_tensors_that_a_loader_keeps_until_it_has_all_are_recorded_one_by_one():
+    shadow, num_calls = filled(Keeping, version(0))
+    assert shadow.plan.num_proved == len(version(0))
+    assert num_calls == 1 + len(version(0)) + 1
+
+
+@pytest.mark.parametrize("place", [0, 3, 5])
+def test_a_tensor_that_the_loader_rejects_is_left_out_alone(place):
+    """It may fill any parameter: its name does not tell."""
+    names = list(version(0).items())
+    names.insert(place, ("attention.unknown", torch.zeros(HIDDEN, HIDDEN)))
+    shadow, num_calls = filled(Model, dict(names))
+    assert shadow.plan.known("attention.unknown") is None
+    assert not shadow.plan.passes_over("attention.unknown")
+    assert shadow.plan.num_proved == len(version(0))
+    assert num_calls <= 3, "the rejection ends a call, and the next tensor begins one"
+
+
+class Confused(Norms):
+    """Its loader reverses one norm, if the norm has memory."""
+
+    def _load_norm(self, param, tensor):
+        is_one = param is self.norms[7] and not param.is_meta
+        param.data.copy_(tensor.flip(0) if is_one else tensor)
+
+
+def test_one_wrong_entry_does_not_have_all_others_proved_one_by_one():
+    counted = calls_of(Confused)
+    shadow = hollow(counted, with_norms())
+    counted.num_calls = 0
+    reason = fill_table(shadow)
+    assert reason is not None and reason.endswith("what fills norms.7")
+    assert shadow.plan.num_proved == len(with_norms()) - 1
+    halvings = len(with_norms()).bit_length()
+    assert counted.num_calls <= 2 + 2 * halvings
+
+
+def test_the_log_tells_how_long_recording_and_proving_took(monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr(
+        destination_table.logger, "info", lambda text, *args: told.append(text % args)
+    )
+    filled(Model, version(0))
+    (line,) = told
+    assert re.search(r"to find them took [\d.]+ s, and to prove them [\d.]+ s", line)
 
 
 class Computing(Model):

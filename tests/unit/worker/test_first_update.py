@@ -20,6 +20,7 @@ from tests.support.shadow_on_host import (
     version,
 )
 from vllm.inflight.errors import WeightsMismatch
+from vllm.inflight.worker import replay_check
 from vllm.inflight.worker.memory.arena import Arena
 from vllm.inflight.worker.replay_plan import Plan
 from vllm.inflight.worker.staging import destination_table
@@ -282,11 +283,27 @@ def test_without_room_for_patterns_the_first_update_proves_the_plan(arena):
     sets = Sets(arena)
     shadow = sets.shadow
     shadow.start_checkpoint = start_checkpoint(version(0))
-    shadow.device_to_learn_on = lambda: torch.device("meta")
+    shadow.spare_bytes = lambda: 0
     assert fill_table(shadow) is None
     assert len(shadow.plan) == EVERYTHING and shadow.plan.num_proved == 0
     update(sets, 1, Batches)
     assert shadow.plan.num_proved == sets.intake.num_in_place == EVERYTHING
+
+
+def test_only_what_there_was_no_room_for_is_left_to_the_first_update(
+    arena, monkeypatch
+):
+    monkeypatch.setattr(replay_check, "BATCH_BYTES", 1)
+    sets = Sets(arena)
+    shadow = sets.shadow
+    shadow.start_checkpoint = start_checkpoint(version(0))
+    most = sets.second.attention.qkv.nbytes + 2 * 4 * HIDDEN * HIDDEN
+    shadow.spare_bytes = lambda: replay_check.MARGIN_BYTES + most
+    assert fill_table(shadow) is None
+    unproved = {n for n, entry in shadow.plan.items() if not entry.is_proved}
+    assert unproved == {f"attention.{shard}" for shard in SHARDS}
+    update(sets, 1, Batches)
+    assert shadow.plan.num_proved == EVERYTHING
 
 
 def test_a_tensor_of_another_form_than_at_the_start_is_loaded(arena):

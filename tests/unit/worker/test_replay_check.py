@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.shadow_on_host import (
     HIDDEN,
@@ -278,6 +279,14 @@ def test_a_tensor_that_its_loader_transposes_or_clears_is_not_received_in_place(
         assert "out" not in weights.placed
 
 
+def written(batch: list[tuple[str, Entry]]) -> Iterator[dict[str, torch.Tensor]]:
+    """The patterns of a batch, digit by digit."""
+    for digit in range(replay_check.numbering(batch)[1]):
+        patterns = {name: torch.empty(e.shape, dtype=e.dtype) for name, e in batch}
+        replay_check.write(patterns, batch, digit)
+        yield patterns
+
+
 @pytest.mark.parametrize(
     "dtype",
     [
@@ -289,12 +298,10 @@ def test_a_tensor_that_its_loader_transposes_or_clears_is_not_received_in_place(
 def test_no_two_elements_of_a_batch_have_equal_patterns(dtype):
     shapes = {"a": (300, 7), "b": (300, 7), "c": ()}
     batch = [(n, replay_check.Entry(torch.Size(s), dtype)) for n, s in shapes.items()]
-    digits = range(replay_check._num_digits(batch))
-    rows = [dict(replay_check._patterns(batch, d, torch.device("cpu"))) for d in digits]
-    columns = []
-    for row in rows:
-        parts = [row[name].view(-1) for name in shapes]
-        columns.append(torch.cat([replay_check.as_integers(part) for part in parts]))
+    columns = [
+        torch.cat([replay_check.as_integers(row[name].view(-1)) for name in shapes])
+        for row in written(batch)
+    ]
     assert len(torch.stack(columns, 1).unique(dim=0)) == 2 * 2100 + 1
 
 
@@ -314,11 +321,79 @@ def test_the_patterns_of_the_replay_check_are_finite_numbers(dtype):
     """A GPU that copies many tensors at once has one NaN for all of them."""
     entry = Entry(torch.Size([70_000]), dtype)
     digits = []
-    for digit in range(replay_check._num_digits([("a", entry)])):
-        ((_, pattern),) = replay_check._patterns(
-            [("a", entry)], digit, torch.device("cpu")
-        )
+    for patterns in written([("a", entry)]):
+        pattern = patterns["a"]
         assert pattern.float().isfinite().all()
         digits.append(pattern.view(replay_check.INTEGERS[dtype.itemsize]).long())
     elements = torch.stack(digits, 1)
     assert len(elements.unique(dim=0)) == entry.shape.numel(), "each is another one"
+
+
+class Made(TorchDispatchMode):
+    """Counts the bytes of what torch computes, without views."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and isinstance(result, torch.Tensor):
+            self.num_bytes += result.nbytes
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_a_pattern_is_written_once_and_no_number_is_computed_for_an_element(dtype):
+    batch = [("a", Entry(torch.Size([1 << 20]), dtype))]
+    patterns = {"a": torch.empty(1 << 20, dtype=dtype)}
+    for digit in range(replay_check.numbering(batch)[1]):
+        with Made() as made:
+            replay_check.write(patterns, batch, digit)
+        assert made.num_bytes < 1.5 * patterns["a"].nbytes
+
+
+def test_a_tensor_whose_patterns_hold_few_bits_costs_others_no_more_patterns():
+    wide = [(n, Entry(torch.Size([40_000]), torch.bfloat16)) for n in "abc"]
+    narrow = ("d", Entry(torch.Size([40_000]), torch.bool))
+    wide_alone, narrow_alone = (
+        replay_check.numbering(batch) for batch in (wide, [narrow])
+    )
+    batches = list(replay_check.batches([*wide, narrow]))
+    assert sorted(map(replay_check.numbering, batches)) == [narrow_alone, wide_alone]
+    assert wide_alone[1] == 2
+
+
+def views(whole: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Parts of a matrix [40, 48] that are 32 by 40, in memory as parameters may be."""
+    return {
+        "aligned": whole[:32, :40],
+        "at an odd place": whole[1:33, 1:41],
+        "with rows of odd length": whole.view(-1)[: 32 * 43].view(32, 43)[:, :40],
+        "turned": whole[:, :32].t(),
+    }
+
+
+@pytest.mark.parametrize("name", views(torch.empty(40, 48)))
+@pytest.mark.parametrize("other", ["aligned", "turned", "of one element"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float64], ids=str)
+def test_one_bit_that_differs_is_found_in_tensors_of_any_form(name, other, dtype):
+    one = views(torch.zeros(40, 48, dtype=dtype))[name]
+    rest = views(torch.zeros(40, 48, dtype=dtype))
+    rest["of one element"] = torch.zeros((), dtype=dtype).expand(32, 40)
+    assert replay_check.is_equal(one, rest[other])
+    bits = replay_check.as_integers(one)
+    for row, column in ((0, 0), (31, 39), (5, 7), (16, 20)):
+        bits[row, column] ^= 1
+        assert not replay_check.is_equal(one, rest[other])
+        bits[row, column] ^= 1
+
+
+def test_memory_at_an_odd_address_is_not_read_in_words():
+    """A GPU cannot."""
+    held = bytearray(64)
+    first = torch.frombuffer(held, dtype=torch.uint8).data_ptr()
+    even, odd = (
+        torch.frombuffer(held, dtype=torch.uint8, offset=-first % 8 + n, count=32)
+        for n in (0, 1)
+    )
+    assert replay_check.in_words(even)[0].dtype is torch.int64
+    assert replay_check.in_words(even, odd)[1].dtype is torch.uint8

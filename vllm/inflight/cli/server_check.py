@@ -102,7 +102,7 @@ def diagnose(first: Probe, second: Probe, apart_s: float) -> list[Finding]:
     if obstacles:
         return [*findings, obstacles[0]]
     engines = _engines(second, "/weight_info")
-    findings += [_versions(engines), *_extension(engines)]
+    findings += [_versions(engines), *_staging(engines), *_extension(engines)]
     before = _engines(first, "/weight_update")
     updates = _engines(second, "/weight_update")
     if len(before) != len(updates):  # the server was restarted in between
@@ -172,6 +172,26 @@ def _versions(engines: list[Facts]) -> Finding:
         State.WRONG,
         "Publish one version to all of them.",
     )
+
+
+def _staging(engines: list[Facts]) -> Iterator[Finding]:
+    """What all engines together hold for updates.
+
+    A server of an older release does not tell.
+    """
+    told = [engine["staging"] for engine in engines if engine.get("staging")]
+    reason = next((each["reason"] for each in told if each["reason"]), None)
+    if reason is not None:
+        yield Finding("staging", f"no updates in flight: {reason}", State.NOTE)
+    elif told:
+        size, on_host = (
+            f"{sum(each[key] for each in told) / 2**30:.2f} GiB"
+            for key in ("bytes", "host_bytes")
+        )
+        found = f"shadow weights of {size}"
+        if any(each["has_logs"] for each in told):
+            found = f"a log of {size}, which goes on in up to {on_host} of host memory"
+        yield Finding("staging", found)
 
 
 def _extension(engines: list[Facts]) -> Iterator[Finding]:

@@ -201,12 +201,7 @@ class Controller(Attached):
             case calls.ReadSource():
                 return queries.source(self)
             case calls.ReadStaging():
-                return {
-                    "bytes": self.ranks.nbytes,
-                    "host_bytes": self.ranks.host_bytes,
-                    "has_logs": self.ranks.has_logs,
-                    "reason": self.ranks.reason,
-                }
+                return self.ranks.staging
             case calls.ReadMetrics():
                 return self.metrics()
             case calls.ReadHealth():
@@ -372,6 +367,7 @@ class Controller(Attached):
         state = {"previous": previous, "weights": self.sleep.weights}
         state |= {"weights_detail": self.sleep.detail, "scrub": self.scrubs.state()}
         state |= {"worker_extension": self.adoption.state()}
+        state |= {"staging": self.ranks.staging}
         return self.version.to_dict() | state
 
     def rename(self, call: calls.RenameVersion) -> dict[str, Any]:

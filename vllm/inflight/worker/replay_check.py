@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from itertools import groupby, product
 
 import torch
 
@@ -35,9 +36,11 @@ NEITHER = 3
 
 BATCH_BYTES = 256 << 20
 """Bytes of patterns that are loaded at once; a larger tensor is loaded alone."""
+ROW_BITS = 16
+"""Most bits of a pattern where one pattern cannot hold the numbers of all elements."""
 PIECE = 1 << 24
-"""Elements that are made or compared at once. More elements need more memory. Fewer
-elements need more calls of torch, and each call waits for the interpreter while
+"""Elements that are made, or words that are compared, at once. More of them need more
+memory. Fewer need more calls of torch, and each call waits for the interpreter while
 another thread decodes.
 """
 MARGIN_BYTES = 512 << 20
@@ -49,8 +52,9 @@ logger = upstream.init_logger(__name__)
 Known = list[tuple[str, Entry]]
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
 Params = Mapping[str, torch.Tensor]
-Lend = Callable[[set[str]], AbstractContextManager[Params]]
-"""Names of parameters → context: these parameters, with memory."""
+Lend = Callable[[set[str], int], AbstractContextManager[Params] | None]
+"""Names of parameters, and bytes of their patterns → context: these parameters, with
+memory; None if there is no room for both."""
 
 
 class ReplayCheck:
@@ -95,15 +99,10 @@ class ReplayCheck:
         self._plan.reject(self._ambiguous())
         wrong: set[str] = set()
         unproved = [(n, e) for n, e in self._plan.items() if not e.is_proved]
-        for batch in _batches(unproved):
-            if not self._has_room(batch):
-                continue  # its loader is used until there is room
-            proved = self._proves(batch)
-            # A wrong entry may have spoilt the others, so each entry is checked alone.
-            good = batch if proved else [each for each in batch if self._proves([each])]
-            self._plan.prove(entry for _, entry in good)
-            wrong |= {name for name, entry in batch if not entry.is_proved}
-            self._plan.reject(wrong)
+        for batch in batches(unproved):
+            found = self._wrong(batch)
+            self._plan.reject(found)
+            wrong |= found
         if wrong and self._lend is None:
             logger.error(
                 "the replay plan disagrees with the model's loaders for %d tensors "
@@ -127,45 +126,79 @@ class ReplayCheck:
             and not (entry.is_proved and self._lend is not None)
         }
 
-    def _has_room(self, batch: Known) -> bool:
-        target = next(iter(self._params.values()))
-        if not target.is_cuda:
-            return True
-        free, _ = torch.cuda.mem_get_info(target.device)
-        return sum(entry.nbytes for _, entry in batch) + MARGIN_BYTES < free
+    def _wrong(self, batch: Known) -> set[str]:
+        """Prove the entries of a batch; the tensors whose entries are wrong.
 
-    def _proves(self, batch: Known) -> bool:
-        """Whether loaders and replay do what the entries of a batch say."""
+        A wrong entry may spoil the others, so the halves of its batch are checked, and
+        theirs. An entry that is wrong has been checked alone in the end.
+        """
+        is_right = self._proves(batch)
+        if is_right is None:
+            return set()  # its loader is used until there is room
+        if is_right:
+            self._plan.prove(entry for _, entry in batch)
+            return set()
+        if len(batch) == 1:
+            return {name for name, _ in batch}
+        half = len(batch) // 2
+        return self._wrong(batch[:half]) | self._wrong(batch[half:])
+
+    def _proves(self, batch: Known) -> bool | None:
+        """Whether loaders and replay do what the entries of a batch say.
+
+        None if there is no room for the patterns.
+        """
         names = {param for _, entry in batch for param in entry.params}
+        num_bytes = sum(entry.nbytes for _, entry in batch)
         if self._lend is None:
-            return self._proves_in({name: self._params[name] for name in names}, batch)
-        with self._lend(names) as lent:
+            own = {name: self._params[name] for name in names}
+            device = next(iter(own.values())).device
+            has_room = num_bytes + MARGIN_BYTES < free_bytes(device)
+            return self._proves_in(own, batch) if has_room else None
+        if (lending := self._lend(names, num_bytes)) is None:
+            return None
+        with lending as lent:
             return self._proves_in(
                 lent, [(name, located(entry, lent)) for name, entry in batch]
             )
 
     def _proves_in(self, touched: Params, batch: Known) -> bool:
         device = next(iter(touched.values())).device
-        for digit in range(_num_digits(batch)):
-            patterns = dict(_patterns(batch, digit, device))
-            for is_replayed in (False, True):
-                for param in touched.values():
-                    param.fill_(NEITHER)
-                if is_replayed:
-                    replay([(entry, patterns[name]) for name, entry in batch])
-                elif not self._loads(patterns):
-                    return False
-                found = [_is_there(entry, patterns[name]) for name, entry in batch]
-                found += [_is_untouched(param) for param in touched.values()]
-                self._num_bytes += 2 * sum(p.nbytes for p in patterns.values())
-                self._between(self._num_bytes)
-                if not torch.stack(found).all():
-                    return False
+        # New memory takes longer than to write to it.
+        patterns = {
+            name: torch.empty(entry.shape, dtype=entry.dtype, device=device)
+            for name, entry in batch
+        }
+        num_bytes = sum(pattern.nbytes for pattern in patterns.values())
+        open_params = _not_filled(touched, batch)
+        _, num_digits = numbering(batch)
+        for digit, is_replayed in product(range(num_digits), (False, True)):
+            if not is_replayed:
+                write(patterns, batch, digit)
+            for param in touched.values():
+                param.fill_(NEITHER)
+            if is_replayed:
+                replay([(entry, patterns[name]) for name, entry in batch])
+            elif not self._loads(patterns, device):
+                return False
+            found = [
+                _is_there(entry, patterns[name], open_params) for name, entry in batch
+            ]
+            found += [_is_untouched(touched[name]) for name in open_params]
+            self._num_bytes += 2 * num_bytes
+            self._between(self._num_bytes)
+            if not torch.stack(found).all():
+                return False
         return True
 
-    def _loads(self, patterns: Mapping[str, torch.Tensor]) -> bool:
+    def _loads(
+        self, patterns: Mapping[str, torch.Tensor], device: torch.device
+    ) -> bool:
+        # At an update, its thread has set the device.
+        place = nullcontext() if self._lend is None else device
         try:
-            self._load(patterns.items())
+            with place:
+                self._load(patterns.items())
         except (InflightError, torch.OutOfMemoryError):
             raise
         except Exception:  # every loader raises its own kind of error
@@ -173,44 +206,85 @@ class ReplayCheck:
         return True
 
 
-def _batches(known: Known) -> Iterator[Known]:
-    """Batches of entries; entries of one parameter follow one another."""
-    batch: Known = []
-    num_bytes = 0
-    for name, entry in sorted(known, key=lambda pair: sorted(pair[1].params)):
-        if batch and num_bytes + entry.nbytes > BATCH_BYTES:
-            yield batch
-            batch, num_bytes = [], 0
-        batch.append((name, entry))
-        num_bytes += entry.nbytes
-    if batch:
+def free_bytes(device: torch.device) -> float:
+    """Free bytes of a device; the host has enough."""
+    if device.type != "cuda":
+        return math.inf
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free)
+
+
+def batches(known: Known) -> Iterator[Known]:
+    """Batches of entries; entries of one parameter follow one another.
+
+    All patterns of a batch hold as many bits. One tensor whose patterns hold few would
+    cost all others of its batch more patterns.
+    """
+
+    def bits_of(pair: tuple[str, Entry]) -> int:
+        return _bits(pair[1])
+
+    in_order = sorted(known, key=lambda pair: (bits_of(pair), sorted(pair[1].params)))
+    for _, alike in groupby(in_order, bits_of):
+        batch: Known = []
+        num_bytes = 0
+        for name, entry in alike:
+            if batch and num_bytes + entry.nbytes > BATCH_BYTES:
+                yield batch
+                batch, num_bytes = [], 0
+            batch.append((name, entry))
+            num_bytes += entry.nbytes
         yield batch
 
 
-def _num_digits(batch: Known) -> int:
-    """Number of patterns until no two elements of a batch are alike."""
-    highest = max(1, sum(entry.shape.numel() for _, entry in batch) - 1)
-    return max(math.ceil(highest.bit_length() / _bits(entry)) for _, entry in batch)
+def numbering(batch: Known) -> tuple[int, int]:
+    """Bits of one pattern, and patterns until no two elements of a batch are alike."""
+    bits = min(_bits(entry) for _, entry in batch)
+    sizes = [entry.shape.numel() for _, entry in batch]
+    if sum(sizes) <= 1 << bits:
+        return bits, 1
+    bits = min(bits, ROW_BITS)
+    num_rows = sum(math.ceil(size / (1 << bits)) for size in sizes)
+    return bits, 1 + math.ceil((num_rows - 1).bit_length() / bits)
 
 
-def _patterns(
-    batch: Known, digit: int, device: torch.device
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """For each tensor of a batch, this digit of the numbers of its elements."""
+def write(patterns: Params, batch: Known, digit: int) -> None:
+    """Write this digit of the numbers of the elements of each tensor of a batch.
+
+    Where one digit is not enough, a tensor is numbered in rows. The first digit is the
+    place in the row, and the others are the number of the row. So a pattern is copies
+    of one row, or each of its rows is filled with one number.
+    """
+    bits, num_digits = numbering(batch)
     first = 0
     for name, entry in batch:
-        bits, size = _bits(entry), entry.shape.numel()
-        pattern = torch.empty(entry.shape, dtype=entry.dtype, device=device)
         is_exact = all(copied.is_exact for copied in entry.copies)
+        pattern = patterns[name]
         flat = (as_integers(pattern) if is_exact else pattern).view(-1)
-        for start in range(0, size, PIECE):
-            end = min(start + PIECE, size)
-            numbers = torch.arange(first + start, first + end, device=device)
-            numbers >>= bits * digit
-            numbers &= (1 << bits) - 1
-            flat[start:end] = numbers
-        first += size
-        yield name, pattern
+        if num_digits > 1:
+            _write_rows(flat, first, bits, digit)
+            first += math.ceil(len(flat) / (1 << bits))
+            continue
+        for piece in flat.split(PIECE):
+            end = first + len(piece)
+            piece.copy_(torch.arange(first, end, device=flat.device))
+            first = end
+
+
+def _write_rows(flat: torch.Tensor, first: int, bits: int, digit: int) -> None:
+    """Write one digit of the numbers of elements; `first` is their first row."""
+    size_of_row, device = 1 << bits, flat.device
+    num_whole = len(flat) // size_of_row
+    whole, rest = flat.split([num_whole * size_of_row, len(flat) % size_of_row])
+    if digit == 0:
+        row = torch.arange(size_of_row, device=device).to(flat.dtype)
+        whole.view(num_whole, size_of_row).copy_(row)
+        rest.copy_(row[: len(rest)])
+        return
+    rows = torch.arange(first, first + num_whole + 1, device=device)
+    rows = ((rows >> bits * (digit - 1)) & (size_of_row - 1)).to(flat.dtype)
+    whole.view(num_whole, size_of_row).copy_(rows[:num_whole, None])
+    rest.copy_(rows[num_whole:])
 
 
 def _bits(entry: Entry) -> int:
@@ -236,19 +310,31 @@ def _exact_bits(dtype: torch.dtype) -> int:
     return 8 * dtype.itemsize - 1
 
 
-def _is_there(entry: Entry, pattern: torch.Tensor) -> torch.Tensor:
-    """Whether a pattern is where its entry says; the pattern is erased there."""
+def _not_filled(touched: Params, batch: Known) -> set[str]:
+    """Parameters with elements that no entry of a batch writes to."""
+    num_open = {name: param.numel() for name, param in touched.items()}
+    for _, entry in batch:
+        for each in entry.writes:
+            num_open[each.param] -= each.target.numel()
+    return {name for name, num in num_open.items() if num}
+
+
+def _is_there(
+    entry: Entry, pattern: torch.Tensor, open_params: set[str]
+) -> torch.Tensor:
+    """Whether a pattern is where its entry says; it is erased in `open_params`."""
     found = []
-    for copied in entry.copies:
+    if entry.home is not None:  # its only copy
+        found.append(is_equal(entry.home.tensor, pattern))
+    for copied in entry.copies if entry.home is None else ():
         offset, shape, stride = copied.part
         expected = pattern.as_strided(shape, stride, offset)
         found.append(is_equal(copied.target, expected.to(copied.target.dtype)))
-    if entry.home is not None:
-        found.append(is_equal(entry.home.tensor, pattern))
     for zeroed in entry.zeros:
         found.append(is_equal(zeroed.target, _constant(zeroed.target, 0)))
-    for target in (*(c.target for c in entry.copies), *(z.target for z in entry.zeros)):
-        target.fill_(NEITHER)
+    for each in entry.writes:
+        if each.param in open_params:
+            each.target.fill_(NEITHER)
     return torch.stack(found).all()
 
 
@@ -262,8 +348,9 @@ def _constant(like: torch.Tensor, value: int) -> torch.Tensor:
 
 def is_equal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Whether all bits of two tensors of one shape are equal, in little memory."""
+    a, b = in_words(a, b)
     if a.numel() <= PIECE:
-        return (as_integers(a) == as_integers(b)).all()
+        return (a == b).all()
     dim = max(range(a.dim()), key=lambda d: a.shape[d])
     half = a.shape[dim] // 2
     parts = [
@@ -271,6 +358,30 @@ def is_equal(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         for at, size in ((0, half), (half, a.shape[dim] - half))
     ]
     return torch.stack(parts).all()
+
+
+def in_words(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors of one form as integers, of eight bytes if all of them allow it.
+
+    Integers of two bytes take four times as long to compare.
+    """
+    wide = torch.int64.itemsize
+
+    def is_wide(tensor: torch.Tensor) -> bool:
+        size, steps = tensor.itemsize, tensor.stride()
+        return (
+            tensor.dim() > 0
+            and steps[-1] == 1
+            and not tensor.data_ptr() % wide
+            and not any(
+                n * size % wide
+                for n in (tensor.shape[-1], tensor.storage_offset(), *steps[:-1])
+            )
+        )
+
+    if all(map(is_wide, tensors)):
+        return [tensor.view(torch.int64) for tensor in tensors]
+    return [as_integers(tensor) for tensor in tensors]
 
 
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:

@@ -98,6 +98,11 @@ class Entry:
         return max(0, self.shape.numel() - sum(prod(shape) for _, shape, _ in parts))
 
     @property
+    def writes(self) -> list[Copied | Zeroed]:
+        """All writes of a replay."""
+        return [*self.copies, *self.zeros]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the tensor."""
         return self.shape.numel() * self.dtype.itemsize

@@ -251,6 +251,17 @@ _INFO: dict[str, Schema] = _VERSION | {
     "weights": TEXT | {"description": "`live`, or why nothing is decoded."},
     "weights_detail": _TEXT_OR_NULL,
     "scrub": {"type": ["object", "null"]},
+    "staging": {
+        "type": "object",
+        "properties": {
+            "bytes": COUNT
+            | {"description": "Of the shadow weights, or of the change logs."},
+            "host_bytes": COUNT
+            | {"description": "The most host memory that the logs go on in."},
+            "has_logs": FLAG,
+            "reason": _TEXT_OR_NULL | {"description": "Why there is no staging."},
+        },
+    },
     "worker_extension": {
         "type": ["object", "null"],
         "properties": {

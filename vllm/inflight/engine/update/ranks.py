@@ -134,6 +134,17 @@ class Ranks:
             raise ConfigError(f"--inflight-staging {staging} is not possible: {reason}")
         return ranks
 
+    @property
+    def staging(self) -> dict[str, Any]:
+        """Where updates are staged: `bytes` of shadow weights, or of logs; the most
+        `host_bytes` that logs go on in; or the `reason` why there is no staging."""
+        return {
+            "bytes": self.nbytes,
+            "host_bytes": self.host_bytes,
+            "has_logs": self.has_logs,
+            "reason": self.reason,
+        }
+
     def _attached(self, num_ranks: int) -> list[dict[str, Any]]:
         """What each rank supports; empty if a rank cannot open the status board."""
         try:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -44,11 +45,7 @@ from vllm.inflight.worker.model.drafter import (
 )
 from vllm.inflight.worker.model.layers import layers
 from vllm.inflight.worker.model.one_set import one_set_obstacle
-from vllm.inflight.worker.replay_check import (
-    BATCH_BYTES,
-    MARGIN_BYTES,
-    ReplayCheck,
-)
+from vllm.inflight.worker.replay_check import MARGIN_BYTES, ReplayCheck, free_bytes
 from vllm.inflight.worker.replay_plan import Plan
 from vllm.inflight.worker.shadow import parameters
 from vllm.inflight.worker.shadow.build import build_second
@@ -463,26 +460,32 @@ class ShadowModel:
     def learn(self) -> None:
         """Check the recorded loads that are not checked yet, in memory of their own.
 
-        The parameters of the tree are on `meta`.
+        The parameters of the tree are on `meta`. What the device has no room for is
+        checked on the host; with two sets of weights, by the next update.
         """
-        assert self.module is not None
-        device = self.device_to_learn_on()
-        lend = functools.partial(parameters.lent_memory, self.module, device=device)
-        params = dict(self.module.named_parameters())
-        with torch.no_grad(), device:
+        module = self.module
+        assert module is not None
+        params = dict(module.named_parameters())
+        spare = self.spare_bytes()  # each batch gives back what it takes
+
+        def lend(
+            names: set[str], num_bytes: int
+        ) -> AbstractContextManager[dict[str, torch.Tensor]] | None:
+            sizes = sum(params[name].nbytes for name in names)
+            # Loaders may make a tensor anew before they cut it.
+            has_room = sizes + 2 * num_bytes + MARGIN_BYTES < spare
+            if self.log is None and not has_room:
+                return None
+            device = self.device if has_room else torch.device("cpu")
+            return parameters.lent_memory(module, names, device)
+
+        with torch.no_grad():
             ReplayCheck(self.plan, params, self.load, lend=lend).run()
         self.plan.confirm()  # those without room for a check stay recorded, too
 
-    def device_to_learn_on(self) -> torch.device:
-        """The GPU, if it has room for the patterns of a check; else the host."""
-        sizes = (entry.nbytes for _, entry in self.plan.items() if not entry.is_proved)
-        # Patterns, the parameters they are loaded into, and what is compared.
-        needed = 4 * max(BATCH_BYTES, *sizes, 0) + MARGIN_BYTES
-        if self.device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(self.device)
-            if free > needed:
-                return self.device
-        return torch.device("cpu")
+    def spare_bytes(self) -> float:
+        """Bytes of the device that a check may take; the host has enough."""
+        return free_bytes(self.device)
 
     def note_changed(self, log: ChangedElements) -> None:
         """These elements may differ from the live weights from now on.

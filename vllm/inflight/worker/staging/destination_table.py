@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from math import prod
 
@@ -52,10 +53,10 @@ def fill_table(shadow: ShadowModel) -> str | None:
         return None
     began = time.monotonic()
     if is_logged:
-        with torch.no_grad():
-            Trace(shadow).run_one_by_one()
+        _record_for_log(shadow)
+        recorded = time.monotonic()
         shadow.learn()
-        if short := _not_filled(shadow):
+        if short := _not_filled(shadow, is_proved=True):
             num_more = len(short) - MOST_NAMED
             more = f" and {num_more} more" if num_more > 0 else ""
             return (
@@ -63,34 +64,60 @@ def fill_table(shadow: ShadowModel) -> str | None:
                 f"{', '.join(short[:MOST_NAMED])}{more}"
             )
     else:
-        _fill_plan(shadow)
+        recorded = _fill_plan(shadow)
     logger.info(
-        "%s: the places of %d tensors are proved; to find and prove them took %.1f s",
+        "%s: the places of %d tensors are proved; to find them took %.1f s, and to "
+        "prove them %.1f s",
         "delta staging" if is_logged else "replay plan",
         shadow.plan.num_proved,
-        time.monotonic() - began,
+        recorded - began,
+        time.monotonic() - recorded,
     )
     return None
 
 
-def _fill_plan(shadow: ShadowModel) -> None:
-    """Record and prove the replay plan; the first update records what fails here."""
+def _record_for_log(shadow: ShadowModel) -> None:
+    """Record where tensors are served, with delta staging.
+
+    Each call of a model's loader walks through the whole model. So all tensors are
+    given in one call, and only what that has not shown is given tensor by tensor.
+    """
+    with torch.no_grad():
+        trace = Trace(shadow)
+        trace.run()
+        if not trace.is_of_single_tensors:
+            shadow.plan.forget()
+        if _not_filled(shadow, is_proved=False):
+            Trace(shadow).run_one_by_one()
+
+
+def _fill_plan(shadow: ShadowModel) -> float:
+    """Record and prove the replay plan; the first update records what fails here.
+
+    Returns:
+        when it was recorded, on the clock of `time.monotonic`.
+
+    """
     assert shadow.module is not None
     module, plan = shadow.module, shadow.plan
     names = {name for name, _ in module.named_parameters()}
     plan.is_replayed = False  # no entry holds the memory that is lent
+    recorded = time.monotonic()
     try:
         with torch.no_grad(), lent_memory(module, names, torch.device("meta")):
-            if not Trace(shadow).run():
-                plan.forget()
-            elif shadow.device_to_learn_on().type == shadow.device.type:
+            trace = Trace(shadow)
+            trace.run()
+            recorded = time.monotonic()
+            if trace.is_of_single_tensors and trace.unsure is not None:
+                plan.reject(trace.unsure)
                 shadow.learn()
             else:
-                plan.confirm()  # the first update proves it, in the shadow weights
+                plan.forget()
     except Exception:  # loaders raise many kinds of errors, and memory may be missing
         logger.warning("the replay plan is left to the first update", exc_info=True)
         plan.forget()
     plan.move_in(dict(module.named_parameters()))
+    return recorded
 
 
 class Trace:
@@ -114,42 +141,60 @@ class Trace:
         """The tensor that the loader has now."""
         self._is_rejected = False
         """Whether the loader has rejected that tensor."""
-        self._unknown: set[str] = set()
-        """Parameters that a rejected tensor may fill."""
-        self._is_unlike_update = False
-        """Whether a loader does what a record of single tensors does not show."""
+        self._doubtful: set[str] | None = set()
+        """Parameters that a rejected tensor may fill; None if these may be any."""
+        self._has_failed_after_all = False
+        """Whether a loader has failed when it had taken all tensors."""
 
-    def run_one_by_one(self) -> None:
-        """Give the loader each tensor in a call of its own."""
-        self._coverage.watch(lambda weights: None)
-        try:
-            for pair in self._tensors():
-                self._load([pair])
-        finally:
-            self._coverage.unwatch()
-
-    def run(self) -> bool:
+    def run(self) -> None:
         """Give the loader all tensors in one call, as an update does.
 
-        Returns:
-            whether the record is that of an update. It is none if parameters are filled
-            from tensors that the loader has kept or made, or if the loader has rejected
-            a tensor whose parameters are not known.
-
+        A tensor that it rejects ends the call, and the next tensor begins another.
         """
-        shadow, coverage = self._shadow, self._coverage
-        coverage.watch(lambda weights: None)
-        try:
-            tensors = self._tensors()
+        tensors = self._tensors(self._shadow.start_checkpoint.known)
+        with self._watched():
             while (following := next(tensors, None)) is not None:
                 self._load(chain([following], tensors))
+
+    def run_one_by_one(self) -> None:
+        """Give the loader each tensor that is not recorded, in a call of its own.
+
+        A loader may keep tensors until it has them all. In such a call it writes them
+        while it has one tensor.
+        """
+        known, plan = self._shadow.start_checkpoint.known, self._shadow.plan
+        with self._watched():
+            for pair in self._tensors([n for n in known if plan.known(n) is None]):
+                self._load([pair])
+
+    @property
+    def is_of_single_tensors(self) -> bool:
+        """Whether the record shows all that the loader has done.
+
+        It does not if parameters are filled from tensors that the loader has kept or
+        made.
+        """
+        return not (self._has_failed_after_all or self._coverage.has_strays)
+
+    @property
+    def unsure(self) -> set[str] | None:
+        """Tensors that may fill the same elements as a rejected tensor.
+
+        Then the order of both decides, which the record does not show. None if all
+        tensors may.
+        """
+        if self._doubtful is None:
+            return None
+        plan = self._shadow.plan
+        return {name for param in self._doubtful for name in plan.names_of(param)}
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        self._coverage.watch(lambda weights: None)
+        try:
+            yield
         finally:
-            coverage.unwatch()
-        # A tensor that was not seen may fill the same elements, and then their order
-        # decides.
-        unsure = {n for p in self._unknown for n in shadow.plan.names_of(p)}
-        shadow.plan.reject(unsure)
-        return not (self._is_unlike_update or coverage.has_strays)
+            self._coverage.unwatch()
 
     def _load(self, weights: Iterable[Pair]) -> None:
         try:
@@ -159,17 +204,20 @@ class Trace:
             name = self._current
             logger.debug("the loader did not take %r", name, exc_info=True)
             if name is None:  # it had taken them all
-                self._is_unlike_update = True
+                self._has_failed_after_all = True
                 return
-            found = self._coverage.touched | self._shadow.places.params_of(name)
-            self._unknown |= found
             self._is_rejected = True
-            self._is_unlike_update |= not found
+            found = self._coverage.touched | self._shadow.places.params_of(name)
+            if not found or self._doubtful is None:
+                self._doubtful = None
+            else:
+                self._doubtful |= found
 
-    def _tensors(self) -> Iterator[Pair]:
+    def _tensors(self, names: Iterable[str]) -> Iterator[Pair]:
         """The tensors; what the loader has done with one is recorded at the next."""
         shadow, coverage = self._shadow, self._coverage
-        for name, (shape, dtype) in shadow.start_checkpoint.known.items():
+        for name in names:
+            shape, dtype = shadow.start_checkpoint.known[name]
             if shape is None or dtype is None or not self._is_loaded(name):
                 continue
             # Memory that nobody writes to takes nothing.
@@ -202,14 +250,14 @@ def _is_processed(shadow: ShadowModel, name: str) -> bool:
     return not shadow.quantised.isdisjoint(shadow.places.params_of(name))
 
 
-def _not_filled(shadow: ShadowModel) -> list[str]:
-    """Parameters with elements that no proved entry fills."""
+def _not_filled(shadow: ShadowModel, *, is_proved: bool) -> list[str]:
+    """Parameters with elements that no entry fills, or no proved entry."""
     fills = {
         name: Fill(shape.numel())
         for name, shape in shadow.required.items()
         if name not in shadow.quantised
     }
     for _, entry in shadow.plan.items():
-        for param, view in entry.filled if entry.is_proved else ():
+        for param, view in entry.filled if entry.is_proved or not is_proved else ():
             fills[param].views[view] = prod(view[1])
     return [name for name, fill in fills.items() if fill.missing]

@@ -205,6 +205,13 @@ class Door:
             return True
         return self._writes is not None and self._writes.may_be_read(known.name)
 
+    def obstacle(self, known: Known) -> str:
+        """Why a method may not write a parameter itself, as a clause."""
+        obstacle = None
+        if self._writes is not None and known.model != LIVE:
+            obstacle = self._writes.obstacle(known.name)
+        return obstacle or "in a way that cannot be verified"
+
     def takes(
         self, known: list[Known], target: torch.Tensor, source: torch.Tensor
     ) -> bool:
@@ -213,8 +220,8 @@ class Door:
             return True
         if self._writes is None or len(known) > 1 or known[0].model == LIVE:
             return False
-        can_be = self._writes.can_be(known[0].name)
-        return can_be and known[0].view(target) is not None
+        is_free = self._writes.obstacle(known[0].name) is None
+        return is_free and known[0].view(target) is not None
 
     def write(
         self,

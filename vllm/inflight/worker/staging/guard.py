@@ -135,7 +135,8 @@ class Guard(TorchDispatchMode):
             for target, source in pairs_of(func, args)
         ]
         if not copied or not all(self._door.takes(*each) for each in copied):
-            raise rejected(write_conflict(self._method, written[0]))
+            why = self._door.obstacle(written[0])
+            raise rejected(write_conflict(self._method, written[0], why))
         is_late = bool(args[2]) if len(args) > 2 else bool(kwargs.get("non_blocking"))
         for known, target, source in copied:
             if known:
@@ -288,12 +289,14 @@ def _conflict(method: str, name: str) -> Conflict:
     )
 
 
-def write_conflict(method: str, what: object) -> Conflict:
+def write_conflict(
+    method: str, what: object, why: str = "in a way that cannot be verified"
+) -> Conflict:
+    """The error of a write that is not let through; `why` follows it as a clause."""
     return Conflict(
-        f"{method} of the worker extension writes into {what} itself, in a way that "
-        "cannot be verified: an adopted method gives its tensors to load_weights, or "
-        "copies them into parameters, each element once; start the engine with "
-        "--inflight-adopt off"
+        f"{method} of the worker extension writes into {what} itself, {why}: an "
+        "adopted method gives its tensors to load_weights, or copies them into "
+        "parameters, each element once; start the engine with --inflight-adopt off"
     )
 
 

@@ -51,14 +51,22 @@ class ParameterWrites:
         assert self._shadow.module is not None
         return is_mirrored(self._shadow.module)
 
-    def can_be(self, name: str) -> bool:
-        """Whether a method may write a parameter itself.
+    def obstacle(self, name: str) -> str | None:
+        """Why a method may not write a parameter itself, as a clause; None if it may.
 
         With delta staging it has no memory to write to. A quantised layer is processed
-        from the tensors of a checkpoint.
+        from the tensors of a checkpoint, and may keep more than its parameters.
         """
-        is_plain = name not in self._shadow.quantised
-        return self._coverage.lets_write and is_plain and name in self._coverage.fills
+        if name in self._shadow.quantised:
+            return (
+                "whose layer is quantised, so its content is made from the tensors of "
+                "a checkpoint and from nothing else"
+            )
+        if self._shadow.log is not None:
+            return "which has no memory with --inflight-staging delta"
+        if not self._coverage.lets_write or name not in self._coverage.fills:
+            return "and no version of the engine has it"
+        return None
 
     def may_be_read(self, name: str) -> bool:
         """Whether a parameter has the content that this update has written."""
