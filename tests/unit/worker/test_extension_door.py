@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vllm.inflight.errors import Conflict
-from vllm.inflight.worker.staging.extension import Door
+from vllm.inflight.worker.staging.door import Door
 
 CPU = torch.device("cpu")
 
