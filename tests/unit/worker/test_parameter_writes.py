@@ -58,7 +58,7 @@ class Update:
             clones=False,
             device=torch.device("cpu"),
             writes=self.intake.writes,
-            first_write=self._open,
+            before_write=self._open,
         )
         self.intake.coverage.stand_before(self.door)
 

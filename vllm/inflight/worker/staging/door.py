@@ -49,7 +49,7 @@ class Door:
             of its tensors again, so they are cloned.
         device: the default device of the load.
         writes: takes what the method writes itself; None if it may write nothing.
-        first_write: called before a write that may be the first one.
+        before_write: called before each write of the method itself; it may raise.
 
     Attributes:
         failure: the first error of a load, or of what was rejected. A method may handle
@@ -67,10 +67,10 @@ class Door:
         clones: bool,
         device: torch.device,
         writes: ParameterWrites | None = None,
-        first_write: Callable[[], None] = lambda: None,
+        before_write: Callable[[], None] = lambda: None,
     ) -> None:
         self._load, self._model, self._clones = load, model, clones
-        self._writes, self._first_write = writes, first_write
+        self._writes, self._before_write = writes, before_write
         self.memory = WeightMemory(model, live)
         self._children = [(m, dict(m._modules)) for m in model.modules()]
         self.note_homes()
@@ -175,7 +175,7 @@ class Door:
                 default_device(self._device),
                 self._on_stream(),
             ):
-                self._first_write()
+                self._before_write()
                 self._writes.write(
                     known.name, view, known.param, source, non_blocking=non_blocking
                 )
