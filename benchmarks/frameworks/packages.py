@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -201,4 +201,9 @@ OWN: dict[str, Package] = {
         ),
     )
 }
-"""The packages by their names in build/frameworks."""
+"""The packages by their names in build/frameworks, and a second extension of one."""
+OWN["prime_rl_nccl"] = replace(
+    OWN["prime_rl"],
+    extension=("prime_rl.inference.vllm.worker.nccl", "NCCLWeightUpdateWorker"),
+    empty=("prime_rl.utils",),
+)

@@ -6,7 +6,6 @@ update, or at its deadline. The memory may have another version by then.
 
 import gc
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -144,8 +143,7 @@ def test_after_an_abort_by_another_client_threads_of_the_method_write_nothing(
     call(core, "abort")
     assert served(core) == before
     held.may_return.set()
-    with suppress(InflightError):
-        result()
+    assert isinstance(result(), InflightError)
     publish(core, folders["new"], "new")
     num_before = len(held.errors)
     assert state(core) == expected
@@ -153,6 +151,20 @@ def test_after_an_abort_by_another_client_threads_of_the_method_write_nothing(
     assert held.num_written == 0 and len(held.errors) > num_before
     assert state(core) == expected
     assert call(core, "verify")["result"] == "equal"
+
+
+def test_after_an_abort_the_method_itself_writes_no_further_parameter(
+    core: EngineCore, held: Held, folders: dict[str, Path], expected: Any
+) -> None:
+    """The next update waits for it."""
+    result = in_thread(lambda: send(core, "writes slowly"))
+    assert held.has_begun.wait(30)
+    call(core, "abort")
+    held.may_return.set()
+    assert isinstance(result(), InflightError)
+    publish(core, folders["new"], "new")
+    assert held.num_written == 1
+    assert state(core) == expected
 
 
 def test_a_thread_of_one_part_that_writes_during_the_next_ends_the_version(

@@ -14,6 +14,7 @@ from tests.e2e.test_adopted_threads import (  # noqa: F401 (tests, run here on a
     test_a_thread_that_goes_on_after_a_commit_changes_no_version,
     test_a_thread_that_goes_on_during_the_next_update_leaves_it_alone,
     test_after_an_abort_by_another_client_threads_of_the_method_write_nothing,
+    test_after_an_abort_the_method_itself_writes_no_further_parameter,
     test_tensors_that_a_thread_of_the_method_loads_become_a_version,
     test_what_a_thread_may_not_do_is_rejected_by_name_and_changes_nothing,
 )

@@ -83,7 +83,10 @@ SEEN: dict[tuple[str, str, tuple[str, ...]], tuple[Evidence, ...]] = {
         Evidence(EXTENSION, CPU, TRAINERS, PRIME_RL),
         Evidence(EXTENSION, GPU, ON_GPUS, PRIME_RL),
     ),
-    ("prime-rl", "update_weights_from_path", ("weight_dir",)): RECORDED,
+    ("prime-rl", "update_weights_from_path", ("weight_dir",)): (
+        _package(PRIME_RL),
+        *RECORDED,
+    ),
     ("prime-rl", "update_weights_from_path", ("apply_transfer_plan",)): DECLARED,
     ("NeMo-RL", "nccl_reshard_refit", ()): DECLARED,
     ("NeMo-RL", "update_weights_from_decoded_sparse_payload", ()): DECLARED,

@@ -14,6 +14,7 @@ Prints what the engine has served before and after as JSON.
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -88,11 +89,40 @@ def swift(core: Any, folder: Path) -> Callable[[Tensors], Any]:
     return send
 
 
+def prime_rl_nccl(core: Any, folder: Path) -> Callable[[Tensors], Any]:
+    from tests.support.trainers.store_group import HOST, StoreTrainer
+
+    trainer = StoreTrainer()
+    # The number of a GPU, which the worker's rank is made of.
+    vars(core.model_executor.driver_worker.worker)["device"] = torch.device("cpu", 0)
+    told = {"host": HOST, "port": trainer.port, "rank_offset": 0, "timeout": 30}
+    core.collective_rpc("init_broadcaster", kwargs=told | {"inference_world_size": 1})
+
+    def send(tensors: Tensors) -> Any:
+        """Two state dicts, each of them as its facts and one tensor for each dtype."""
+        pairs = list(tensors.items())
+        trainer.broadcast(torch.tensor([2]))
+        for some in (pairs[:9], pairs[9:]):
+            dtypes = dict.fromkeys(tensor.dtype for _, tensor in some)
+            found = {d: [(n, t) for n, t in some if t.dtype == d] for d in dtypes}
+            facts = {d: [(n, t.shape, t.numel()) for n, t in found[d]] for d in found}
+            raw = torch.frombuffer(bytearray(pickle.dumps(facts)), dtype=torch.uint8)
+            trainer.broadcast(torch.tensor([raw.numel()]))
+            trainer.broadcast(raw)
+            for of_dtype in found.values():
+                trainer.broadcast(torch.cat([t.reshape(-1) for _, t in of_dtype]))
+        args = (str(folder.with_name("step_1")),)
+        return core.collective_rpc("update_weights_from_path", args=args)
+
+    return send
+
+
 JOIN: dict[str, Callable[[Any, Path], Callable[[Tensors], Any]]] = {
     "openrlhf": openrlhf,
     "verl": verl,
     "checkpoint_engine": checkpoint_engine,
     "swift": swift,
+    "prime_rl_nccl": prime_rl_nccl,
 }
 """Framework → what joins its group, and returns what sends a version."""
 

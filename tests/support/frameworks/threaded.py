@@ -139,7 +139,18 @@ def writes_for_long(model: Any) -> None:
     held.may_return.wait(30)
 
 
+def writes_slowly(model: Any) -> None:
+    """Write each parameter, and wait after the first one."""
+    held = HELD[0]
+    for param in dict(model.named_parameters()).values():
+        param.data.zero_()
+        held.num_written += 1
+        held.has_begun.set()
+        held.may_return.wait(30)
+
+
 WAYS: dict[str, Callable[[Any], None]] = {
+    "writes slowly": writes_slowly,
     "nothing more": lambda model: None,
     "loads in a thread": loads_in_a_thread,
     "writes in a thread": writes_in_a_thread,

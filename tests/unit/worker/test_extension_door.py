@@ -1,12 +1,17 @@
 """The door of an adopted call, where kernels know the places of parameters."""
 
+import gc
+import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from vllm.inflight.errors import Conflict
-from vllm.inflight.worker.staging.extension import Door
+from vllm.inflight.worker.adopted_call import AdoptedCall, running
+from vllm.inflight.worker.staging.door import Door
+from vllm.inflight.worker.staging.guard import Guard, follow_threads
 
 CPU = torch.device("cpu")
 
@@ -66,3 +71,32 @@ def test_layers_that_are_made_anew_during_a_load_may_have_other_parameters() -> 
     door([])  # a load later: what was put there before is not taken over
     assert isinstance(door.failure, Conflict)
     assert param.data_ptr() != model[0].weight.data_ptr()
+
+
+def test_a_thread_that_goes_on_keeps_nothing_of_its_update_alive() -> None:
+    """A pool or a monitor that a method has started may wait for ever."""
+    model, live = (torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in "12")
+    door = Door(lambda _: None, model, live, clones=False, device=CPU)
+    call, may_end, errors = AdoptedCall("it", door.note), threading.Event(), []
+
+    def wait() -> None:
+        may_end.wait(30)
+        try:
+            with torch.no_grad():
+                model[0].weight.zero_()
+        except Conflict as error:
+            errors.append(error.message)
+
+    follow_threads()
+    with running(call), Guard(call, door):
+        thread = threading.Thread(target=wait)
+        thread.start()
+    call.end()
+    update = weakref.ref(door)
+    del door
+    gc.collect()
+    assert update() is None
+    may_end.set()
+    thread.join(30)
+    assert "0.weight of the shadow model" in errors[0]
+    assert model[0].weight.abs().sum() > 0

@@ -20,7 +20,7 @@ from vllm.inflight.update import Manifest
 from vllm.inflight.worker.adopted_call import AdoptedCall, running
 from vllm.inflight.worker.memory.arena import Arena
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
-from vllm.inflight.worker.staging.extension import Door
+from vllm.inflight.worker.staging.door import Door
 from vllm.inflight.worker.staging.guard import Guard
 from vllm.inflight.worker.staging.loader import UpdateLoader
 
@@ -58,7 +58,7 @@ class Update:
             clones=False,
             device=torch.device("cpu"),
             writes=self.intake.writes,
-            first_write=self._open,
+            before_write=self._open,
         )
         self.intake.coverage.stand_before(self.door)
 

@@ -12,6 +12,7 @@ of another one.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,7 +30,8 @@ class AdoptedCall:
 
     Args:
         method: its name.
-        note: takes each error of what was rejected, from any thread.
+        note: takes each error of what was rejected, from any thread. It is a method of
+            an object that is not kept alive here: a thread may outlive its update.
 
     Attributes:
         is_over: whether the method has returned.
@@ -41,13 +43,18 @@ class AdoptedCall:
     """
 
     def __init__(self, method: str, note: Callable[[Conflict], None]) -> None:
-        self.method, self.note = method, note
+        self.method, self._note = method, weakref.WeakMethod(note)
         self.is_over = False
         self.guard: Any = None
         self.late_memory: Any = None
         self.has_threads = self.is_told = False
         self._turn = threading.RLock()
         """Of the thread that loads."""
+
+    def note(self, error: Conflict) -> None:
+        """Note what was rejected, unless the update has ended."""
+        if (note := self._note()) is not None:
+            note(error)
 
     @contextmanager
     def loading(self) -> Iterator[None]:

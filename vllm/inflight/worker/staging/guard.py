@@ -14,7 +14,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,10 +30,8 @@ from vllm.inflight.worker.adopted_call import (
     rejected,
     running,
 )
+from vllm.inflight.worker.staging.door import Door, write_conflict
 from vllm.inflight.worker.staging.weight_memory import Known, WeightMemory, pairs_of
-
-if TYPE_CHECKING:
-    from vllm.inflight.worker.staging.extension import Door
 
 BY_HANDLE = {"_C_custom_ar": "", "_C": "shm_", "symm_mem": ""}
 """Namespaces and first letters of operators whose group is a handle. vLLM's groups of
@@ -286,17 +284,6 @@ def _conflict(method: str, name: str) -> Conflict:
     return Conflict(
         f"{method} calls the collective {name} of a group of ranks that decode, and it "
         "runs beside their steps; start the engine with --inflight-adopt off"
-    )
-
-
-def write_conflict(
-    method: str, what: object, why: str = "in a way that cannot be verified"
-) -> Conflict:
-    """The error of a write that is not let through; `why` follows it as a clause."""
-    return Conflict(
-        f"{method} of the worker extension writes into {what} itself, {why}: an "
-        "adopted method gives its tensors to load_weights, or copies them into "
-        "parameters, each element once; start the engine with --inflight-adopt off"
     )
 
 

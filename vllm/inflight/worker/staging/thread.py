@@ -41,7 +41,7 @@ from vllm.inflight.worker.model.quantized import require_same_numbers
 from vllm.inflight.worker.shadow.carry_over import copy_unsent, layer_siblings, retie
 from vllm.inflight.worker.shadow.change_log import Keeping
 from vllm.inflight.worker.staging.coverage import tally
-from vllm.inflight.worker.staging.extension import Door
+from vllm.inflight.worker.staging.door import Door
 from vllm.inflight.worker.staging.loader import UpdateLoader
 from vllm.inflight.worker.staging.log_filter import (
     STAGING_THREAD,
@@ -257,7 +257,7 @@ class StagingThread(Background):
                 clones=self._shadow.is_remade,
                 device=torch.device(self._worker.device),
                 writes=self._intake.writes,
-                first_write=self._open,
+                before_write=self._before_write,
             )
             self._intake.coverage.lets_write = self._shadow.log is None
             self._stager.extension.note_source()
@@ -332,6 +332,12 @@ class StagingThread(Background):
         is_called = self._intake.coverage.lets_write and self._shadow.is_remade
         load = self._door or self._intake.load_weights
         self._intake.coverage.watch(load, at_once=not is_ours or is_called)
+
+    def _before_write(self) -> None:
+        """Before a method of an extension writes a parameter itself."""
+        if self._is_cancelled():
+            raise Cancelled("the update was aborted")
+        self._open()
 
     def _receive(self, payload: Any) -> None:
         info = self._read(payload)
