@@ -16,10 +16,15 @@ needs_two = pytest.mark.skipif(NUM_GPUS == 1, reason="NCCL needs a GPU for each 
 
 
 @pytest.mark.parametrize(
-    "backend", [pytest.param("inflight_nccl", marks=needs_two), "inflight_ipc"]
+    ("backend", "staging"),
+    [
+        pytest.param("inflight_nccl", "auto", marks=needs_two),
+        ("inflight_ipc", "auto"),
+        ("inflight_ipc", "delta"),
+    ],
 )
 def test_two_minutes_of_updates_faults_and_sleep_lose_and_tear_nothing(
-    tmp_path: Path, backend: str
+    tmp_path: Path, backend: str, staging: str
 ) -> None:
-    found = soak(tmp_path, 2, backend)
+    found = soak(tmp_path, 2, backend, staging)
     assert found["turns"] and found["audits"] and found["updates"] > 30

@@ -37,6 +37,8 @@ LEAST_JUDGED = 0.05
 UPDATE_EVERY_S = 1.0
 LONGEST_TURN_S = 120.0
 HEALTH_S = 8.0
+LOG_GIB = 0.1
+"""Of delta staging: two versions that differ everywhere have room."""
 AUDIT_SHARE = 0.15
 """Of the turns after which what is served is compared with a fresh load of files."""
 FAULT_SHARE = 0.35
@@ -57,11 +59,12 @@ def arguments() -> argparse.Namespace:
         choices=("local", "inflight_gloo", "inflight_nccl", "inflight_ipc"),
         help="of the engine; by default what the host has GPUs for, and else local",
     )
+    parser.add_argument("--staging", choices=("auto", "delta"), default="auto")
     parser.add_argument("--out", type=Path, default=Path("out/soak"))
     return parser.parse_args()
 
 
-def start(folder: Path, ranks: int, backend: str) -> Any:
+def start(folder: Path, ranks: int, backend: str, staging: str) -> Any:
     """An engine in processes of its own."""
     import torch
     from vllm import AsyncEngineArgs
@@ -79,8 +82,12 @@ def start(folder: Path, ranks: int, backend: str) -> Any:
         "tensor_parallel_size": ranks,
         "weight_transfer_config": {"backend": backend},
         "worker_extension_cls": "tests.robustness.soak.rank.Rank",
-        "additional_config": {"inflight": {"health_s": HEALTH_S}},
+        "additional_config": {"inflight": {"health_s": HEALTH_S, "staging": staging}},
     }
+    if staging == "delta":
+        own["additional_config"]["inflight"]["delta_gib"] = LOG_GIB
+        if not on_gpu:
+            own["worker_extension_cls"] = "tests.robustness.soak.unpacked_rank.Rank"
 
     if on_gpu:
         # This process has computed on a CPU's threads, and is not to be forked.
@@ -97,7 +104,12 @@ async def soak(options: argparse.Namespace, root: Path) -> dict[str, Any]:
     from vllm.v1.engine.exceptions import EngineDeadError
 
     from tests.robustness.soak.far import FILES, Far, usual_backend
-    from tests.robustness.soak.faults import FAULTS, suffer, trainer_killed
+    from tests.robustness.soak.faults import (
+        FAULTS,
+        nothing_held,
+        suffer,
+        trainer_killed,
+    )
     from tests.robustness.soak.history import History
     from tests.robustness.soak.judge import Answer, Judge, covered
     from tests.robustness.soak.load import Load
@@ -115,7 +127,9 @@ async def soak(options: argparse.Namespace, root: Path) -> dict[str, Any]:
     pulse = Pulse(options.ranks, lambda: trainer.is_steady)
     history = History("aa")
     judge = Judge(folders, history)
-    engine = start(folders["a"], options.ranks, backend)
+    engine = start(folders["a"], options.ranks, backend, options.staging)
+    has_logs = (await engine.weight_info())["staging"]["has_logs"]
+    assert has_logs is (options.staging == "delta")
     answers: asyncio.Queue[Answer] = asyncio.Queue()
 
     async def judge_all() -> None:
@@ -156,6 +170,8 @@ async def soak(options: argparse.Namespace, root: Path) -> dict[str, Any]:
     asking, judging, beating = background
     began = time.monotonic()
     kinds = [each for each in FAULTS if far is not None or each is not trainer_killed]
+    if options.staging == "delta":  # an update that is aborted leaves the way back
+        kinds.remove(nothing_held)
     try:
         while (left := began + options.seconds - time.monotonic()) > 0:
             for task in background:
@@ -205,6 +221,7 @@ async def soak(options: argparse.Namespace, root: Path) -> dict[str, Any]:
         "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, {_device()}",
         "backend": backend,
+        "staging": options.staging,
         "updates": history.num_updates,
         "sent": history.num_sent,
         "joined": 0 if far is None else far.num_joined,

@@ -23,10 +23,12 @@ ROOT = Path(__file__).parents[3]
 LAST = re.compile(r"\d+ updates, \d+ faults, \d+ tokens, \d+ lost, \d+ torn")
 
 
-def soak(out: Path, minutes: float, backend: str) -> dict[str, Any]:
+def soak(
+    out: Path, minutes: float, backend: str, staging: str = "auto"
+) -> dict[str, Any]:
     """Run it, and check what every run must have; the report."""
     options = "--seconds", f"{60 * minutes:.0f}", "--seed", "1", "--out", str(out)
-    options += "--backend", backend
+    options += "--backend", backend, "--staging", staging
     done = subprocess.run(
         [sys.executable, "-m", "tests.robustness.soak", *options],
         cwd=ROOT,
@@ -50,17 +52,18 @@ def soak(out: Path, minutes: float, backend: str) -> dict[str, Any]:
 
 @pytest.mark.engine
 @pytest.mark.parametrize(
-    ("minutes", "backend"),
+    ("minutes", "backend", "staging"),
     [
-        (0.25, "local"),
-        pytest.param(3, "local", marks=pytest.mark.slow),
-        pytest.param(1.5, "inflight_gloo", marks=pytest.mark.slow),
+        (0.25, "local", "auto"),
+        pytest.param(3, "local", "auto", marks=pytest.mark.slow),
+        pytest.param(1.5, "inflight_gloo", "auto", marks=pytest.mark.slow),
+        pytest.param(1.5, "inflight_gloo", "delta", marks=pytest.mark.slow),
     ],
 )
 def test_a_soak_of_minutes_loses_no_request_and_tears_no_output(
-    tmp_path: Path, minutes: float, backend: str
+    tmp_path: Path, minutes: float, backend: str, staging: str
 ) -> None:
-    soak(tmp_path, minutes, backend)
+    soak(tmp_path, minutes, backend, staging)
 
 
 # ------------------------------------------------------------------- the judge

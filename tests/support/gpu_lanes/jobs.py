@@ -88,6 +88,7 @@ LAST = [
     Job("bench-steps", (0.2,), 800, STEPS, least=200),
     Job("soak-nccl", (0.05, 0.05), 780, f"{SOAK} inflight_nccl", least=690),
     Job("soak-ipc", (0.05,), 780, f"{SOAK} inflight_ipc", least=690),
+    Job("soak-log", (0.05,), 780, f"{SOAK} inflight_ipc --staging delta", least=690),
 ]
 WHOLE_AND_1 = "gpu.delta --shares 0.01 --updates 6 --arms"
 BOTH = f"{WHOLE_AND_1} device upstream --ranks"

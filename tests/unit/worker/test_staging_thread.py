@@ -25,6 +25,7 @@ from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.staging.thread import StagingThread
 from vllm.inflight.worker.staging.worker import StagingWorker
 from vllm.inflight.worker.status_board import StatusBoard
+from vllm.inflight.worker.verify import drift
 from vllm.inflight.worker.verify.start_checkpoint import StartCheckpoint
 from vllm.inflight.yielding import with_breaks
 
@@ -118,6 +119,7 @@ def test_kernels_of_copies_are_loaded_before_anything_is_decoded(
     seen: list[Any] = []
     monkeypatch.setattr(replay_plan, "warm", lambda *args: seen.append(args))
     monkeypatch.setattr(device_writer, "warm", lambda *args, **options: None)
+    monkeypatch.setattr(drift, "warm", lambda *args: None)
     gpu = torch.device("cuda")
     monkeypatch.setattr(stager.worker, "device", gpu)
     stager.shadow.module = torch.nn.Linear(2, 2, device="meta")
