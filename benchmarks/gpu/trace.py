@@ -55,6 +55,8 @@ PHASES = (
     "worker.staging.throttle:DeviceThrottle.rest",
     "worker.staging.throttle:_AnyThrottle.take_break",
     "transport.waiting:WaitLimit.until",
+    "transport.cuda_ipc.handles:Mappings.find",
+    "transport.cuda_ipc.handles:Mappings.drop_unnamed",
 )
 """Module below `vllm.inflight`, and the function whose calls are told."""
 

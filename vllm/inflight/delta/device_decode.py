@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from vllm.inflight.delta import reference
 from vllm.inflight.delta.part import CHUNK_CODES, PlaceForm, Rows
+from vllm.inflight.ops.arriving import to_host
 
 Table = NDArray[np.int64]
 
@@ -159,7 +160,7 @@ def require_none(faults: Sequence[torch.Tensor]) -> None:
         faults: of each part, what `decode_rows` has kept.
 
     """
-    require_no_fault(torch.cat(list(faults)).tolist())
+    require_no_fault(to_host(torch.cat(list(faults))).tolist())
 
 
 def require_no_fault(numbers: Iterable[int]) -> None:

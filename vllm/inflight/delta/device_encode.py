@@ -32,6 +32,7 @@ from vllm.inflight.delta.part import (
     block_elements,
 )
 from vllm.inflight.delta.reference import CHUNK_BYTES
+from vllm.inflight.ops.arriving import Arriving, to_host
 
 MOST_ENTRIES = 8 * MAX_ELEMENTS
 """Changes that are encoded at once: about 0.7 GB of GPU memory."""
@@ -128,8 +129,8 @@ class DeviceCoder:
         blocks = _Blocks(
             np.full(len(block), number),
             np.full(len(block), width),
-            block.cpu().numpy() * size,
-            counts.cpu().numpy(),
+            to_host(block).numpy() * size,
+            to_host(counts).numpy(),
         )
         # What is subtracted wraps in its own width, like everywhere.
         entries = _Entries(
@@ -172,27 +173,6 @@ class DeviceCoder:
                 self._waiting.appendleft(batch)
         self._num_bytes -= size - HEADER.size
         return _assembled(taken)
-
-
-class _Arriving:
-    """Numbers on their way from a GPU.
-
-    The host waits for these alone, and not for what the GPU does after them.
-    """
-
-    def __init__(self, numbers: torch.Tensor) -> None:
-        self._numbers, self._event = numbers, None
-        if numbers.is_cuda:
-            self._numbers = torch.empty_like(numbers, device="cpu", pin_memory=True)
-            self._numbers.copy_(numbers, non_blocking=True)
-            stream = torch.cuda.current_stream(numbers.device)
-            self._event = stream.record_event()
-
-    def array(self) -> Numbers:
-        """The numbers, once they are here."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._numbers.numpy()
 
 
 class _Blocks(NamedTuple):
@@ -293,13 +273,13 @@ class DeviceSearch:
             )
         sums = found.counts.cumsum(0)
         self._firsts = sums - found.counts
-        self._entries = _Arriving(sums[to_device(self._ends - 1, self._device)])
+        self._entries = Arriving(sums[to_device(self._ends - 1, self._device)])
 
     def wait(self) -> None:
         """Wait for the numbers of changes."""
         if not len(self._owner):
             return
-        entries, ends = self._entries.array(), self._ends
+        entries, ends = self._entries.tensor().numpy(), self._ends
         is_changed = np.diff(entries, prepend=0) > 0
         self._programs = np.stack((np.concatenate(([0], ends[:-1])), ends), 1)[
             is_changed
@@ -352,7 +332,7 @@ def _encoded(blocks: _Blocks, entries: _Entries, values: int) -> _Encoded:
     ends = np.cumsum(num_programs) - 1
     borders = to_device(np.stack((ends, starts, starts + blocks.counts - 1)), device)
     columns = [sums[:, borders[0]], entries.places[borders[1:]].to(torch.int64)]
-    *found, first, last = torch.cat(columns).cpu().numpy()
+    *found, first, last = to_host(torch.cat(columns)).numpy()
     measures = np.diff(np.stack(found, 1), axis=0, prepend=0)
 
     rows = np.zeros(len(blocks.counts), dtype=ROWS)

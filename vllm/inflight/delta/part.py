@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from vllm.inflight.delta import compression
 from vllm.inflight.errors import Malformed
 from vllm.inflight.ops import native_core
+from vllm.inflight.ops.arriving import to_host
 
 MAGIC, VERSION, ZSTD = b"vifdelta", 1, 1
 HEADER = struct.Struct("<8sIIIIQQ")
@@ -200,7 +201,7 @@ def bring_tables(parts: Sequence[Part]) -> None:
         if part._on_host is None:
             missing.setdefault(part.table.device, []).append(part)
     for some in missing.values():
-        tables = torch.cat([part.table for part in some]).cpu()
+        tables = to_host(torch.cat([part.table for part in some]))
         sizes = [part.table.numel() for part in some]
         for part, table in zip(some, tables.split(sizes), strict=True):
             part._on_host = table

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from vllm.inflight import ops
+from vllm.inflight.ops.arriving import Arriving
 from vllm.inflight.ops.reference import COUNT, PLACE, page_key
 
 AT_ONCE_BYTES = 2 << 30
@@ -173,7 +174,8 @@ class GpuDigest:
     def results(self) -> list[tuple[str, ops.Digest, int]]:
         """(name, digest, number of non-finite values) of every tensor."""
         self._enqueue_staying()
-        pages = [page.tolist() for page in self._pages]
+        arriving = [Arriving(page) for page in self._pages]
+        pages = [page.tensor().tolist() for page in arriving]
         results = []
         for name, size, page, row in self._added:
             a, b, bad, _ = pages[page][row]

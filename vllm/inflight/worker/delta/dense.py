@@ -20,6 +20,7 @@ import torch
 
 from vllm.inflight import ops
 from vllm.inflight.delta.device_decode import launch_table, to_device
+from vllm.inflight.ops.arriving import to_host
 from vllm.inflight.ops.reference import row_major
 from vllm.inflight.worker.delta.destinations import (
     Destinations,
@@ -142,7 +143,7 @@ def compare_on_device(
     on_device, owners = launch_table(table, 3, num_programs, log.device)
     ends, totals = kernels.count(on_device, owners, width, is_flat=is_flat)
     # This waits until they are counted: the log has to know how much room they take.
-    counts = totals.cpu().numpy().astype(np.int64)
+    counts = to_host(totals).numpy().astype(np.int64)
     differ = np.flatnonzero(counts)
     if not len(differ):
         return

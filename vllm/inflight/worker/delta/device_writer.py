@@ -21,6 +21,7 @@ from vllm.inflight.delta.device_decode import (
     Table,
     require_no_fault,
 )
+from vllm.inflight.ops.arriving import to_host
 from vllm.inflight.worker.delta.changed_samples import ChangedSamples
 from vllm.inflight.worker.delta.destinations import Destinations, follow
 from vllm.inflight.worker.delta.targets import Targets
@@ -185,7 +186,7 @@ class DeviceWriter:
         """
         log = self._shadow if isinstance(self._shadow, ChangeLog) else None
         of_log = [] if log is None else [log.sums_on_device()]
-        read = torch.cat([*faults, *of_log, self._sums.view(-1)]).cpu().numpy()
+        read = to_host(torch.cat([*faults, *of_log, self._sums.view(-1)])).numpy()
         require_no_fault(read[: len(faults)].tolist())
         found: Table = read[len(faults) :]
         if log is not None:

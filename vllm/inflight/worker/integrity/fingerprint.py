@@ -17,6 +17,8 @@ from collections.abc import Sequence
 
 import torch
 
+from vllm.inflight.ops.arriving import to_host
+
 LINES = 64
 """Sampled lines of a tensor, at equal distances."""
 LINE_BYTES = 64
@@ -132,7 +134,7 @@ def _to_host(pieces: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]
     found: list[torch.Tensor] = [torch.empty(0)] * len(pieces)
     for device in {piece.device for piece in pieces}:
         own = [i for i, piece in enumerate(pieces) if piece.device == device]
-        joined = torch.cat([pieces[i] for i in own]).cpu()
+        joined = to_host(torch.cat([pieces[i] for i in own]))
         for i, part in zip(own, joined.split([sizes[i] for i in own]), strict=True):
             found[i] = part
     return found

@@ -26,6 +26,7 @@ import torch
 
 from vllm.inflight import ops, upstream
 from vllm.inflight.errors import EngineFault
+from vllm.inflight.ops.arriving import to_host
 from vllm.inflight.ops.reference import page_key, row_major
 from vllm.inflight.worker.model import moe
 from vllm.inflight.worker.model.hidden_weights import PACKED
@@ -476,7 +477,7 @@ class Sums:
         """Every row: int64 [rows, 2], on the host."""
         if self._on_device is None:
             return self._of_host
-        return self._of_host + self._on_device[:, :2].cpu()
+        return self._of_host + to_host(self._on_device[:, :2])
 
 
 class ScrubSlice:
