@@ -77,7 +77,13 @@ class DeltaChain:
         while self._links and self.num_bytes >= most:
             self._links.popleft()
 
-    def since(self, served: Collection[str], delta: Delta, policy: str) -> Delta | None:
+    def since(
+        self,
+        served: Collection[str],
+        delta: Delta,
+        policy: str,
+        whole_from: float = WHOLE_FROM,
+    ) -> Delta | None:
         """One delta from older versions to that which `delta` leads to.
 
         Args:
@@ -85,6 +91,7 @@ class DeltaChain:
                 each of them.
             delta: the newest one, which is not committed yet.
             policy: `auto` gives up where the whole version is cheaper to send.
+            whole_from: share of its bytes from which it is.
 
         Returns:
             The delta, with the oldest of these versions as its base; None if a version
@@ -101,7 +108,7 @@ class DeltaChain:
             return None
         first = min(places[digest] for digest in served)
         bodies = [*(link.body for link in links[first:]), delta.body]
-        most = WHOLE_FROM * delta.base.num_bytes if policy == "auto" else inf
+        most = whole_from * delta.base.num_bytes if policy == "auto" else inf
         specs = delta.base.specs | delta.body.changed
         names = [name for name in specs if any(name in body.changed for body in bodies)]
         changed = {name: specs[name] for name in names}

@@ -17,7 +17,11 @@ from vllm.inflight.errors import (
     Malformed,
     WeightsMismatch,
 )
-from vllm.inflight.trainer.deltas.batches import BatchedSearch, batch_bytes
+from vllm.inflight.trainer.deltas.batches import (
+    WHOLE_FROM,
+    BatchedSearch,
+    batch_bytes,
+)
 from vllm.inflight.trainer.deltas.published import Digests, PublishedVersion
 from vllm.inflight.trainer.snapshot import Snapshot, check_tensor
 from vllm.inflight.trainer.sources.stream import Pair
@@ -119,9 +123,11 @@ class DeltaSearch:
 
     """
 
-    def __init__(self, base: PublishedVersion, policy: str) -> None:
+    def __init__(
+        self, base: PublishedVersion, policy: str, whole_from: float = WHOLE_FROM
+    ) -> None:
         self._delta = Delta(base, base.digest)
-        self._search = BatchedSearch[Pair](policy)
+        self._search = BatchedSearch[Pair](policy, whole_from=whole_from)
         self._names: list[str] = []
         """The changed tensors, by their number."""
         self._digests = Digests()

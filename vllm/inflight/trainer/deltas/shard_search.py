@@ -61,6 +61,7 @@ class ShardSearch:
         is_pinned: whether they are kept in page-locked memory.
         scrub_every: deltas from one scrub of the kept shards to the next; 0: none.
         chain_length: committed deltas that are kept for engines that missed them.
+        whole_from: share of the bytes from which `auto` sends a version whole.
 
     """
 
@@ -71,7 +72,9 @@ class ShardSearch:
         is_pinned: bool = False,
         scrub_every: int = SCRUB_EVERY,
         chain_length: int = KEPT_DELTAS,
+        whole_from: float = WHOLE_FROM,
     ) -> None:
+        self._whole_from = whole_from
         self._device, self._is_pinned = device, is_pinned
         self._scrubs = KeptScrubs(scrub_every)
         self._digests: dict[str, Digest] = {}
@@ -100,7 +103,9 @@ class ShardSearch:
         if boxes != self._boxes:
             return ShardReport(boxes, shard_digests(shards))
         # Differences, since rank 0 has no old bits to go with other ones.
-        search = BatchedSearch[OwnShard](policy, values="difference")
+        search = BatchedSearch[OwnShard](
+            policy, values="difference", whole_from=self._whole_from
+        )
         own = [one for one in shards if one.name not in self._left]
         num_finished, changed = 0, list[OwnShard]()
         # The empty batch finishes the last one.

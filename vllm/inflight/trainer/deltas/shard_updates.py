@@ -83,6 +83,7 @@ class ShardUpdates:
         is_pinned: whether they are kept in page-locked memory.
         scrub_every: deltas from one scrub of the kept shards to the next; 0: none.
         chain_length: committed deltas that are kept for engines that missed them.
+        whole_from: share of a version's bytes from which `auto` sends it whole.
 
     """
 
@@ -95,7 +96,9 @@ class ShardUpdates:
         is_pinned: bool,
         scrub_every: int = SCRUB_EVERY,
         chain_length: int = KEPT_DELTAS,
+        whole_from: float = WHOLE_FROM,
     ) -> None:
+        self._whole_from = whole_from
         self._ranks = ranks
         self._policy = policy
         self._device = device
@@ -104,6 +107,7 @@ class ShardUpdates:
             is_pinned=is_pinned,
             scrub_every=scrub_every,
             chain_length=chain_length,
+            whole_from=whole_from,
         )
         self._bases: deque[str] = deque(maxlen=chain_length)
         """On rank 0: what each of the deltas that were committed last started from."""
@@ -296,7 +300,7 @@ class ShardUpdates:
         """Whether parts of these sizes, of each rank, are cheaper than all tensors."""
         num_bytes = sum(sum(pair) for some in sizes for pair in some)
         whole = sum(map(_num_bytes, version.specs.values()))
-        return self.policy != "auto" or num_bytes < WHOLE_FROM * whole
+        return self.policy != "auto" or num_bytes < self._whole_from * whole
 
     def _longer(
         self, shards: Sequence[OwnShard], report: ShardReport, number: int

@@ -16,6 +16,7 @@ import torch
 
 from vllm.inflight.delta.parts import named
 from vllm.inflight.errors import BaseMismatch
+from vllm.inflight.trainer.deltas.batches import WHOLE_FROM
 from vllm.inflight.trainer.deltas.chain import KEPT_DELTAS, DeltaChain
 from vllm.inflight.trainer.deltas.delta import OF_A_DELTA, Delta, DeltaSearch
 from vllm.inflight.trainer.deltas.policy import DeltaPolicy, Sent
@@ -47,6 +48,7 @@ class DeltaUpdates:
         transfer: runs one update.
         scrub_every: deltas from one scrub of the kept version to the next; 0: none.
         chain_length: committed deltas that are kept for engines that missed them.
+        whole_from: share of a version's bytes from which `auto` sends it whole.
 
     Raises:
         ConfigError: the policy or the memory is none of these, or deltas are to be sent
@@ -63,7 +65,9 @@ class DeltaUpdates:
         transfer: Transfer,
         scrub_every: int = SCRUB_EVERY,
         chain_length: int = KEPT_DELTAS,
+        whole_from: float = WHOLE_FROM,
     ) -> None:
+        self._whole_from = whole_from
         self._policy = DeltaPolicy(policy, memory, client)
         self._chain = DeltaChain(chain_length)
         self._scrubs = KeptScrubs(scrub_every)
@@ -116,7 +120,7 @@ class DeltaUpdates:
         base = self._base
         found: Delta | Iterable[Pair] = gathered
         if base is not None:
-            found = DeltaSearch(base, self.policy).find(gathered)
+            found = DeltaSearch(base, self.policy, self._whole_from).find(gathered)
         if isinstance(found, Delta):
             search_s = time.perf_counter() - began
             if self._send_delta(found, search_s):
@@ -156,7 +160,10 @@ class DeltaUpdates:
             return self._transfer(delta.manifest(None), pairs), pairs
         except BaseMismatch as error:
             served = () if error.served is None else (error.served,)
-            longer = self._chain.since(served, delta, self.policy) if served else None
+            longer = None
+            if served:
+                asked = served, delta, self.policy
+                longer = self._chain.since(*asked, self._whole_from)
             if longer is None:
                 raise
             logger.info("a delta from an older version is sent: %s", error)

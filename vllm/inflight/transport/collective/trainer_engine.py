@@ -16,6 +16,7 @@ import torch
 from vllm.inflight import upstream
 from vllm.inflight.errors import Cancelled
 from vllm.inflight.releases.table import adapter
+from vllm.inflight.trainer.deltas.batches import WHOLE_FROM, WHOLE_FROM_OVER_NCCL
 from vllm.inflight.trainer.deltas.chain import KEPT_DELTAS
 from vllm.inflight.trainer.deltas.policy import DeltaPolicy
 from vllm.inflight.trainer.deltas.published import SCRUB_EVERY
@@ -40,6 +41,8 @@ class GlooTrainerInitInfo(upstream.TrainerInitInfo):
 
     backend: ClassVar[str] = "inflight_gloo"
     wire: ClassVar[str] = "gloo"
+    whole_from: ClassVar[float] = WHOLE_FROM
+    """Share of a version's bytes from which `delta="auto"` sends it whole."""
 
     master_address: str
     """The address of this host at which the workers reach it."""
@@ -83,6 +86,7 @@ class NcclTrainerInitInfo(GlooTrainerInitInfo):
 
     backend: ClassVar[str] = "inflight_nccl"
     wire: ClassVar[str] = "nccl"
+    whole_from: ClassVar[float] = WHOLE_FROM_OVER_NCCL
 
     bucket_bytes: int = 256 << 20
     max_ctas: int = 8
@@ -135,6 +139,7 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
                 is_pinned=on_host and init_info.device.type == "cuda",
                 scrub_every=init_info.delta_scrub_every,
                 chain_length=init_info.delta_chain,
+                whole_from=init_info.whole_from,
             )
         elif self.is_sender:
             self.deltas = DeltaUpdates(
@@ -145,6 +150,7 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
                 self._transfer,
                 init_info.delta_scrub_every,
                 init_info.delta_chain,
+                init_info.whole_from,
             )
 
     @classmethod

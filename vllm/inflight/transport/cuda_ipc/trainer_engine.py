@@ -14,6 +14,7 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.releases.table import adapter
+from vllm.inflight.trainer.deltas.batches import WHOLE_FROM_OVER_IPC
 from vllm.inflight.trainer.deltas.chain import KEPT_DELTAS
 from vllm.inflight.trainer.deltas.policy import DeltaPolicy
 from vllm.inflight.trainer.deltas.published import SCRUB_EVERY
@@ -37,6 +38,8 @@ class IpcTrainerInitInfo(upstream.TrainerInitInfo):
     """How much is lent at once; `rank` is that of the trainer process."""
 
     backend: ClassVar[str] = "inflight_ipc"
+    whole_from: ClassVar[float] = WHOLE_FROM_OVER_IPC
+    """Share of a version's bytes from which `delta="auto"` sends it whole."""
 
     chunk_bytes: int = 4 << 30
     """The bytes of tensors that are lent in one call. The trainer holds the tensors of
@@ -101,6 +104,7 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
                 is_pinned=False,
                 scrub_every=scrub_every,
                 chain_length=init_info.delta_chain,
+                whole_from=init_info.whole_from,
             )
         elif self.is_sender:
             self.deltas = DeltaUpdates(
@@ -111,6 +115,7 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
                 self._transfer,
                 scrub_every,
                 init_info.delta_chain,
+                init_info.whole_from,
             )
 
     @classmethod
