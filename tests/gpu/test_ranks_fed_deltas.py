@@ -115,7 +115,7 @@ def test_a_chain_of_deltas_and_rollbacks_equals_whole_versions_on_every_rank(
     llm, backend = fed
     llm.update_weights_from_disk(str(folders["a"]), "a")
     with FarTrainer(
-        llm, backend, folders["a"], num_workers=2, delta="auto", bucket_bytes=1 << 18
+        llm, backend, folders["a"], num_workers=2, delta="always", bucket_bytes=1 << 18
     ) as far:
         for number, label in enumerate(folders):
             sent = far.send(folders[label])
@@ -139,7 +139,7 @@ def test_every_step_around_deltas_under_load_is_of_one_version(
     known: dict[str, str] = {}
     kinds: list[bool] = []
     with FarTrainer(
-        llm, backend, folders["a"], num_workers=2, delta="auto", bucket_bytes=1 << 18
+        llm, backend, folders["a"], num_workers=2, delta="always", bucket_bytes=1 << 18
     ) as far:
 
         def send(label: str) -> None:
@@ -169,7 +169,7 @@ def test_a_delta_that_one_rank_rejects_is_served_by_no_rank(
     tensors["model.layers.1.mlp.down_proj.weight"][0, -1] = float("nan")
     save_file(tensors, tmp_path / "model.safetensors")
     with FarTrainer(
-        llm, backend, folders["a"], num_workers=2, delta="auto", bucket_bytes=1 << 18
+        llm, backend, folders["a"], num_workers=2, delta="always", bucket_bytes=1 << 18
     ) as far:
         far.send(folders["a"])
         with pytest.raises(WeightsMismatch, match="down_proj"):

@@ -56,7 +56,7 @@ def run(
         }
 
     kept = shards(folder)
-    common |= {"rank": rank, "delta": "auto", "delta_shards": True}
+    common |= {"rank": rank, "delta": "always", "delta_shards": True}
     info = init_info(backend, common)
     client = Client(pipe) if rank == 0 else None
     engine = WeightTransferTrainerFactory.trainer_init(

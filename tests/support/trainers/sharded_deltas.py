@@ -43,6 +43,7 @@ from vllm.inflight.errors import (
     TransferFault,
     UpdateBusy,
 )
+from vllm.inflight.trainer.deltas.batches import WHOLE_FROM
 from vllm.inflight.trainer.deltas.policy import DeltaPolicy
 from vllm.inflight.trainer.deltas.published import version_digest
 from vllm.inflight.trainer.deltas.ranks import TrainerRanks
@@ -243,6 +244,7 @@ def chain(
         info = IpcTrainerInitInfo(
             rank=rank, delta="auto", delta_shards=True, chunk_bytes=1 << 16
         )
+        vars(info)["whole_from"] = WHOLE_FROM  # as over the other wires of this test
         lender = Lender(info, client=client, source=source, memory=memory)
         updates = lender.deltas
     else:

@@ -12,6 +12,11 @@ from vllm.inflight.trainer.deltas.delta import Delta, DeltaSearch
 from vllm.inflight.trainer.deltas.published import PublishedVersion
 from vllm.inflight.trainer.deltas.updates import DeltaUpdates
 from vllm.inflight.trainer.snapshot import DTYPES, Snapshot
+from vllm.inflight.transport import (
+    GlooTrainerInitInfo,
+    IpcTrainerInitInfo,
+    NcclTrainerInitInfo,
+)
 from vllm.inflight.update import Manifest
 
 Weights = dict[str, torch.Tensor]
@@ -87,6 +92,24 @@ def test_a_search_that_gives_up_has_all_tensors_as_they_are_now():
     assert isinstance(found, Snapshot)
     assert same(((n, published_of(found).tensor(n)) for n in new), new)
     found.remove()
+
+
+@pytest.mark.parametrize("wire", ["gloo", "nccl", "ipc"])
+def test_where_whole_versions_are_fast_they_are_sent_from_a_smaller_share_on(wire):
+    infos = {
+        "gloo": GlooTrainerInitInfo,
+        "nccl": NcclTrainerInitInfo,
+        "ipc": IpcTrainerInitInfo,
+    }
+    old = {"w": torch.zeros(9 << 20, dtype=torch.bfloat16)}
+    new = {"w": old["w"].clone()}
+    new["w"][::10] = 1.0
+    search = DeltaSearch(published(old), "auto", infos[wire].whole_from)
+    found = search.run(new.items(), None)
+    # A tenth of the elements takes about a tenth of the bytes.
+    assert isinstance(found, Delta) == (wire == "gloo")
+    if isinstance(found, Snapshot):
+        found.remove()
 
 
 def published_of(snapshot: Snapshot) -> PublishedVersion:
