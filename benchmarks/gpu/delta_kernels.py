@@ -230,7 +230,7 @@ def measure(gib: float, share: float) -> dict[str, Any]:
                 batch = []
         comparison.log_differences(batch)
 
-    found["compare whole tensors"] = timed(compare)
+    note("compare whole tensors", compare)
     found["digest of all"] = timed(lambda: digests_of(named))
     tensors = list(live.values())
     other = [torch.empty_like(t) for t in tensors]
