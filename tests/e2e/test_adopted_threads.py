@@ -81,11 +81,21 @@ def test_tensors_that_a_thread_of_the_method_loads_become_a_version(
     assert state(core) == expected
 
 
+def test_a_pool_that_the_extension_keeps_loads_in_every_call(
+    core: EngineCore, held: Held, folders: dict[str, Path], expected: Any
+) -> None:
+    for _ in range(2):
+        assert send(core, "loads in a kept pool") == ["loads in a kept pool"]
+        assert state(core) == expected
+        publish(core, folders["old"], "old")
+
+
 @pytest.mark.parametrize(
     ("way", "why"),
     [
         ("writes in a thread", NORM),
         ("writes in a pool", NORM),
+        ("writes in a kept pool", NORM),
         ("writes in a thread of a thread", NORM),
         ("loads in two threads", "two threads at once"),
     ],

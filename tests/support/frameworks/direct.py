@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -266,15 +266,26 @@ def _in_thread(model: Any, param: torch.nn.Parameter, tensor: torch.Tensor) -> N
     thread.join()
 
 
-OLDER = ThreadPoolExecutor(1)
-"""Its thread is older than every call, so no guard is in it."""
-OLDER.submit(int).result()
+TASKS = SimpleQueue[tuple[Callable[[], object], threading.Event]]()
+
+
+def _work() -> None:
+    while True:
+        act, is_done = TASKS.get()
+        act()
+        is_done.set()
+
+
+# It is older than every call, so no guard is in it.
+threading.Thread(target=_work, daemon=True).start()
 
 
 def _in_older_thread(
     model: Any, param: torch.nn.Parameter, tensor: torch.Tensor
 ) -> None:
-    OLDER.submit(lambda: param.data.copy_(tensor)).result()
+    is_done = threading.Event()
+    TASKS.put((lambda: param.data.copy_(tensor), is_done))
+    assert is_done.wait(30)
 
 
 def _loads_half(model: Any, param: torch.nn.Parameter, tensor: torch.Tensor) -> None:

@@ -95,6 +95,19 @@ def writes_in_a_pool(model: Any) -> None:
         pool.submit(write, model).result()
 
 
+POOL = ThreadPoolExecutor(1)
+"""Kept from one call to the next, with its thread."""
+
+
+def loads_in_a_kept_pool(model: Any) -> None:
+    POOL.submit(load, model).result()
+
+
+def writes_in_a_kept_pool(model: Any) -> None:
+    load(model)
+    POOL.submit(write, model).result()
+
+
 def writes_in_a_thread_of_a_thread(model: Any) -> None:
     load(model)
     start(lambda: start(lambda: write(model)).join()).join()
@@ -155,6 +168,8 @@ WAYS: dict[str, Callable[[Any], None]] = {
     "loads in a thread": loads_in_a_thread,
     "writes in a thread": writes_in_a_thread,
     "writes in a pool": writes_in_a_pool,
+    "loads in a kept pool": loads_in_a_kept_pool,
+    "writes in a kept pool": writes_in_a_kept_pool,
     "writes in a thread of a thread": writes_in_a_thread_of_a_thread,
     "loads in two threads": loads_in_two_threads,
     "goes on": goes_on,

@@ -242,9 +242,12 @@ def chain(
         memory = HostMemory()
         client: Any = Client(engine, memory)
         info = IpcTrainerInitInfo(
-            rank=rank, delta="auto", delta_shards=True, chunk_bytes=1 << 16
+            rank=rank,
+            delta="auto",
+            delta_shards=True,
+            delta_whole_from=WHOLE_FROM,  # as over the other wires of this test
+            chunk_bytes=1 << 16,
         )
-        vars(info)["whole_from"] = WHOLE_FROM  # as over the other wires of this test
         lender = Lender(info, client=client, source=source, memory=memory)
         updates = lender.deltas
     else:

@@ -96,15 +96,16 @@ def test_a_search_that_gives_up_has_all_tensors_as_they_are_now():
 
 @pytest.mark.parametrize("wire", ["gloo", "nccl", "ipc"])
 def test_where_whole_versions_are_fast_they_are_sent_from_a_smaller_share_on(wire):
+    group = {"rank": 0, "master_address": "", "master_port": 0, "world_size": 2}
     infos = {
-        "gloo": GlooTrainerInitInfo,
-        "nccl": NcclTrainerInitInfo,
-        "ipc": IpcTrainerInitInfo,
+        "gloo": lambda: GlooTrainerInitInfo(**group),
+        "nccl": lambda: NcclTrainerInitInfo(**group),
+        "ipc": lambda: IpcTrainerInitInfo(rank=0),
     }
     old = {"w": torch.zeros(9 << 20, dtype=torch.bfloat16)}
     new = {"w": old["w"].clone()}
     new["w"][::10] = 1.0
-    search = DeltaSearch(published(old), "auto", infos[wire].whole_from)
+    search = DeltaSearch(published(old), "auto", infos[wire]().delta_whole_from)
     found = search.run(new.items(), None)
     # A tenth of the elements takes about a tenth of the bytes.
     assert isinstance(found, Delta) == (wire == "gloo")

@@ -13,6 +13,7 @@ import torch
 
 from vllm.inflight.delta.encode import Encoder, Search
 from vllm.inflight.delta.part import Part
+from vllm.inflight.errors import ConfigError
 
 WHOLE_FROM = 0.25
 """Share of a version's bytes from which the policy `auto` sends the version whole: over
@@ -20,12 +21,12 @@ wires where most of the time is that of the bytes."""
 
 WHOLE_FROM_OVER_NCCL = 0.06
 """The same over NCCL between GPUs. A whole version comes fast there, and an engine
-writes an element of a delta more slowly than one of a whole tensor. On H200, 3 % of an
-8B model took 0.55 of a whole version, and each further percent 14 ms of 200."""
+writes an element of a delta more slowly than one of a whole tensor. On H200 of one
+host, 3 % of an 8B model took 0.55 of a whole version, and each percent 14 ms of 200."""
 
 WHOLE_FROM_OVER_IPC = 0.04
 """The same where a GPU lends its memory. On an H200 that trainer and engine share, 3 %
-of an 8B model took 0.78 of a whole version, and 10 % took 1.9."""
+of an 8B model took 0.79 of a whole version, and 10 % took 1.9."""
 
 LOOKED_AT_BYTES = 16 << 20
 """Bytes that are compared before that share is believed."""
@@ -130,6 +131,15 @@ class BatchedSearch(Generic[T]):
         for part in parts:
             self.parts.append(part)
             self._num_bytes += part.num_bytes
+
+
+def require_share(whole_from: float) -> None:
+    """Raise `ConfigError` if this is no share from which a version is sent whole."""
+    if not 0 < whole_from <= 1:
+        raise ConfigError(
+            "delta_whole_from is a share of a version's bytes, more than 0 and at "
+            f"most 1, got {whole_from!r}"
+        )
 
 
 def batch_bytes(device: torch.device) -> int:

@@ -22,7 +22,7 @@ import torch
 from vllm.inflight.delta.part import Part
 from vllm.inflight.delta.parts import named
 from vllm.inflight.errors import BaseMismatch, ConfigError
-from vllm.inflight.trainer.deltas.batches import WHOLE_FROM
+from vllm.inflight.trainer.deltas.batches import WHOLE_FROM, require_share
 from vllm.inflight.trainer.deltas.chain import KEPT_DELTAS
 from vllm.inflight.trainer.deltas.delta import OF_A_DELTA, DeltaBody
 from vllm.inflight.trainer.deltas.policy import DeltaPolicy, Sent
@@ -98,6 +98,7 @@ class ShardUpdates:
         chain_length: int = KEPT_DELTAS,
         whole_from: float = WHOLE_FROM,
     ) -> None:
+        require_share(whole_from)
         self._whole_from = whole_from
         self._ranks = ranks
         self._policy = policy

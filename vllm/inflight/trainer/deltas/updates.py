@@ -16,7 +16,7 @@ import torch
 
 from vllm.inflight.delta.parts import named
 from vllm.inflight.errors import BaseMismatch
-from vllm.inflight.trainer.deltas.batches import WHOLE_FROM
+from vllm.inflight.trainer.deltas.batches import WHOLE_FROM, require_share
 from vllm.inflight.trainer.deltas.chain import KEPT_DELTAS, DeltaChain
 from vllm.inflight.trainer.deltas.delta import OF_A_DELTA, Delta, DeltaSearch
 from vllm.inflight.trainer.deltas.policy import DeltaPolicy, Sent
@@ -67,6 +67,7 @@ class DeltaUpdates:
         chain_length: int = KEPT_DELTAS,
         whole_from: float = WHOLE_FROM,
     ) -> None:
+        require_share(whole_from)
         self._whole_from = whole_from
         self._policy = DeltaPolicy(policy, memory, client)
         self._chain = DeltaChain(chain_length)

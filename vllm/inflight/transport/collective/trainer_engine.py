@@ -41,8 +41,6 @@ class GlooTrainerInitInfo(upstream.TrainerInitInfo):
 
     backend: ClassVar[str] = "inflight_gloo"
     wire: ClassVar[str] = "gloo"
-    whole_from: ClassVar[float] = WHOLE_FROM
-    """Share of a version's bytes from which `delta="auto"` sends it whole."""
 
     master_address: str
     """The address of this host at which the workers reach it."""
@@ -58,7 +56,7 @@ class GlooTrainerInitInfo(upstream.TrainerInitInfo):
     """Longest wait for the other ranks, and for each bucket, in seconds."""
     delta: str = "off"
     """Whether to send only the elements that have changed since the last commit: `auto`
-    where that is less to send, `always`, or `off`. Rank 0 keeps one more copy of the
+    where that is faster, `always`, or `off`. Rank 0 keeps one more copy of the
     weights for it."""
     delta_memory: str = "device"
     """Where that copy is: `device`, or `host`, where changes are then found too."""
@@ -73,6 +71,8 @@ class GlooTrainerInitInfo(upstream.TrainerInitInfo):
     """How many committed deltas are kept beside that copy, for engines that serve an
     older version. Together they have less than a quarter of the bytes of the weights.
     0: such engines get the whole version."""
+    delta_whole_from: float = WHOLE_FROM
+    """The share of a version's bytes from which `auto` sends it whole."""
 
     @property
     def device(self) -> torch.device:
@@ -86,11 +86,13 @@ class NcclTrainerInitInfo(GlooTrainerInitInfo):
 
     backend: ClassVar[str] = "inflight_nccl"
     wire: ClassVar[str] = "nccl"
-    whole_from: ClassVar[float] = WHOLE_FROM_OVER_NCCL
 
     bucket_bytes: int = 256 << 20
     max_ctas: int = 8
     """Most thread blocks that NCCL may take from other work on the GPU."""
+    delta_whole_from: float = WHOLE_FROM_OVER_NCCL
+    """The same over NCCL. It suits GPUs of one host: between hosts with slower links, a
+    larger share is worth sending."""
 
     @property
     def device(self) -> torch.device:
@@ -139,7 +141,7 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
                 is_pinned=on_host and init_info.device.type == "cuda",
                 scrub_every=init_info.delta_scrub_every,
                 chain_length=init_info.delta_chain,
-                whole_from=init_info.whole_from,
+                whole_from=init_info.delta_whole_from,
             )
         elif self.is_sender:
             self.deltas = DeltaUpdates(
@@ -150,7 +152,7 @@ class BroadcastTrainer(upstream.TrainerWeightTransferEngine):
                 self._transfer,
                 init_info.delta_scrub_every,
                 init_info.delta_chain,
-                init_info.whole_from,
+                init_info.delta_whole_from,
             )
 
     @classmethod

@@ -38,8 +38,6 @@ class IpcTrainerInitInfo(upstream.TrainerInitInfo):
     """How much is lent at once; `rank` is that of the trainer process."""
 
     backend: ClassVar[str] = "inflight_ipc"
-    whole_from: ClassVar[float] = WHOLE_FROM_OVER_IPC
-    """Share of a version's bytes from which `delta="auto"` sends it whole."""
 
     chunk_bytes: int = 4 << 30
     """The bytes of tensors that are lent in one call. The trainer holds the tensors of
@@ -52,7 +50,7 @@ class IpcTrainerInitInfo(upstream.TrainerInitInfo):
     """Longest wait of a worker for each bucket, in seconds."""
     delta: str = "off"
     """Whether to send only the elements that have changed since the last commit: `auto`
-    where that is less to send, `always`, or `off`. Rank 0 keeps one more copy of the
+    where that is faster, `always`, or `off`. Rank 0 keeps one more copy of the
     weights on its GPU for it."""
     delta_shards: bool = False
     """Whether each rank of the trainer keeps a copy of its own shards and looks for
@@ -65,6 +63,8 @@ class IpcTrainerInitInfo(upstream.TrainerInitInfo):
     """How many committed deltas are kept beside that copy, for engines that serve an
     older version. Together they have less than a quarter of the bytes of the weights.
     0: such engines get the whole version."""
+    delta_whole_from: float = WHOLE_FROM_OVER_IPC
+    """The share of a version's bytes from which `auto` sends it whole."""
 
 
 class IpcTrainer(upstream.TrainerWeightTransferEngine):
@@ -104,7 +104,7 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
                 is_pinned=False,
                 scrub_every=scrub_every,
                 chain_length=init_info.delta_chain,
-                whole_from=init_info.whole_from,
+                whole_from=init_info.delta_whole_from,
             )
         elif self.is_sender:
             self.deltas = DeltaUpdates(
@@ -115,7 +115,7 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
                 self._transfer,
                 scrub_every,
                 init_info.delta_chain,
-                init_info.whole_from,
+                init_info.delta_whole_from,
             )
 
     @classmethod

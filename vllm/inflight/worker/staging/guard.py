@@ -4,8 +4,9 @@ A `Guard` looks at operators before they run. The method's own thread has one, a
 thread that the method starts has a `ThreadGuard`. So a thread that writes on after its
 method has returned is seen, and its writes are rejected.
 
-A thread is followed if Python's `threading` starts it. A thread that is older than the
-call, or that native code has started, is not seen.
+A thread is followed if Python's `threading` starts it, and a task if a pool of
+`concurrent.futures` gets it. Another thread that is older than the call, or that native
+code has started, is not seen.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,6 +25,7 @@ from vllm.inflight import upstream
 from vllm.inflight.errors import Conflict
 from vllm.inflight.worker.adopted_call import (
     AdoptedCall,
+    calling,
     current,
     is_calling,
     is_of_method,
@@ -32,6 +35,8 @@ from vllm.inflight.worker.adopted_call import (
 )
 from vllm.inflight.worker.staging.door import Door, write_conflict
 from vllm.inflight.worker.staging.weight_memory import Known, WeightMemory, pairs_of
+
+T = TypeVar("T")
 
 BY_HANDLE = {"_C_custom_ar": "", "_C": "shm_", "symm_mem": ""}
 """Namespaces and first letters of operators whose group is a handle. vLLM's groups of
@@ -233,7 +238,9 @@ class LateMemory:
 def follow_threads() -> None:
     """Let the threads that a method starts belong to its call.
 
-    `Thread.start` is replaced once in a process, for good.
+    What it hands to a pool belongs to its call, too, also if the pool is older and has
+    its threads. `Thread.start` and `ThreadPoolExecutor.submit` are replaced once in a
+    process, for good.
     """
     original = threading.Thread.start
 
@@ -246,14 +253,30 @@ def follow_threads() -> None:
         original(self)
 
     threading.Thread.start = start  # type: ignore[method-assign]
+    original_submit: Any = ThreadPoolExecutor.submit
+
+    @functools.wraps(original_submit)
+    def submit(
+        self: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
+        call = current()
+        if call is not None and is_of_method():
+            call.has_threads = True
+            fn = _followed(fn, call)
+        # A thread that the pool starts now works for later calls, too.
+        with calling(False):
+            return original_submit(self, fn, *args, **kwargs)
+
+    # mypy knows no such assignment
+    setattr(ThreadPoolExecutor, "submit", submit)  # noqa: B010
 
 
-def _followed(run: Callable[[], None], call: AdoptedCall) -> Callable[[], None]:
+def _followed(run: Callable[..., T], call: AdoptedCall) -> Callable[..., T]:
     guard = ThreadGuard(call)
 
-    def followed() -> None:
+    def followed(*args: Any, **kwargs: Any) -> T:
         with running(call), guard:
-            run()
+            return run(*args, **kwargs)
 
     return followed
 

@@ -137,12 +137,12 @@ class WeightMemory:
                 self._known.setdefault(id(param), Known(name, model, param))
         self._hollow = {
             known.param.untyped_storage()._cdata: known
-            for known in self._known.values()
+            for known in list(self._known.values())
             if known.param.is_meta
         }
         found = [
             Place(*_span(known.param), (known,))
-            for known in self._known.values()
+            for known in list(self._known.values())  # another thread may add some
             if _is_in_memory(known.param)
         ]
         places = _apart(sorted(found, key=lambda place: place[:2]))
