@@ -52,9 +52,9 @@ OF_OTHER_LIBRARIES = {
     *("_Options", "_devices", "_timeout", "_untyped_storage", "_orig_mod"),
     "_release_ipc_counter_cuda",
     *("_checkpoint_conversion_mapping", "_keys_to_ignore_on_save"),
-    *("_action_groups", "_option_string_actions", "_ops"),
+    *("_action_groups", "_option_string_actions", "_ops", "_current_frames"),
 }
-"""Private names of torch, transformers and argparse."""
+"""Private names of torch, transformers, argparse and sys."""
 
 
 STATES = """if True:
