@@ -26,7 +26,7 @@ from vllm.inflight.worker.model.drafter import ModelWithDrafter, share
 from vllm.inflight.worker.model.support import difference
 from vllm.inflight.worker.shadow.flip import flip_all
 from vllm.inflight.worker.shadow.parameters import mirror_parameters
-from vllm.inflight.worker.staging.extension import of_target
+from vllm.inflight.worker.staging.adopted.extension import of_target
 
 MTP = "mtp."
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from vllm.inflight.errors import Conflict
+from vllm.inflight.patch.worker import _load_straight, _unless_calling
 from vllm.inflight.worker.adopted_call import AdoptedCall, running
-from vllm.inflight.worker.staging.door import Door
-from vllm.inflight.worker.staging.guard import Guard, follow_threads
+from vllm.inflight.worker.staging.adopted.door import Door
+from vllm.inflight.worker.staging.adopted.guard import Guard, follow_threads
 
 CPU = torch.device("cpu")
 
@@ -100,3 +101,23 @@ def test_a_thread_that_goes_on_keeps_nothing_of_its_update_alive() -> None:
     thread.join(30)
     assert "0.weight of the shadow model" in errors[0]
     assert model[0].weight.abs().sum() > 0
+
+
+class Noted:
+    def note(self, error: Exception) -> None:
+        raise error
+
+
+@pytest.mark.parametrize("around", [_load_straight, _unless_calling])
+def test_a_thread_of_a_method_that_has_returned_reloads_no_layers(around):
+    """Upstream's reload would give the served layers other memory."""
+    reloaded: list[object] = []
+    patched, noted = around(lambda model: reloaded.append(model)), Noted()
+    call = AdoptedCall("a method", noted.note)
+    call.is_over = True
+    model = torch.nn.Linear(1, 1)
+    with running(call):
+        patched(model)
+    assert reloaded == []
+    patched(model)
+    assert reloaded

@@ -20,8 +20,8 @@ from vllm.inflight.update import Manifest
 from vllm.inflight.worker.adopted_call import AdoptedCall, running
 from vllm.inflight.worker.memory.arena import Arena
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
-from vllm.inflight.worker.staging.door import Door
-from vllm.inflight.worker.staging.guard import Guard
+from vllm.inflight.worker.staging.adopted.door import Door
+from vllm.inflight.worker.staging.adopted.guard import Guard
 from vllm.inflight.worker.staging.loader import UpdateLoader
 
 QKV, NORM, EMBED = "attention.qkv", "norm", "embed.weight"

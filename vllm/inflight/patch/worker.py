@@ -66,10 +66,10 @@ def _load_into_arena(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _load_straight(original: Callable[..., Any]) -> Callable[..., Any]:
     def reload(*args: Any, **kwargs: Any) -> None:
-        from vllm.inflight.worker.adopted_call import is_calling
+        from vllm.inflight.worker.adopted_call import is_of_method
         from vllm.inflight.worker.shadow.parameters import reloaded
 
-        if is_calling():
+        if is_of_method():
             return  # the update loader begins and ends the load of shadow weights
         model, *rest = args or (kwargs.pop("model"),)
         for part in reloaded(model):
@@ -80,9 +80,9 @@ def _load_straight(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _unless_calling(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
-        from vllm.inflight.worker.adopted_call import is_calling
+        from vllm.inflight.worker.adopted_call import is_of_method
 
-        return None if is_calling() else original(*args, **kwargs)
+        return None if is_of_method() else original(*args, **kwargs)
 
     return call
 

@@ -37,7 +37,7 @@ class AdoptedCall:
         is_over: whether the method has returned.
         has_threads: whether the method has started a thread.
         is_told: whether the log says that a thread of it goes on.
-        guard: what looks at operators of torch until then; see staging/guard.py.
+        guard: what looks at operators of torch until then; see adopted/guard.py.
         late_memory: where the threads of the call may not write from then on.
 
     """

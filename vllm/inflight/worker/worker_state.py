@@ -63,7 +63,7 @@ class Steps(Protocol):
 
 
 class Extension(Protocol):
-    """The calls of a worker's extension, see `staging.extension.ExtensionCalls`."""
+    """The calls of a worker's extension, see `adopted.extension.ExtensionCalls`."""
 
     def take(self, serial: int, number: int) -> list[Any]:
         """The result of a call, in a list; the list is empty if there is none."""

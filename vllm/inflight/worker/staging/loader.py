@@ -45,8 +45,8 @@ from vllm.inflight.worker.model.layers import parameters_by_name
 from vllm.inflight.worker.replay_plan import Entry, replay
 from vllm.inflight.worker.shadow.parameters import make_empty
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
+from vllm.inflight.worker.staging.adopted.parameter_writes import ParameterWrites
 from vllm.inflight.worker.staging.coverage import Coverage, Fill
-from vllm.inflight.worker.staging.parameter_writes import ParameterWrites
 from vllm.inflight.worker.staging.throttle import undirected
 from vllm.inflight.worker.verify.checks import Problem, TensorChecks, rejection
 from vllm.inflight.worker.verify.content import Content

@@ -40,8 +40,8 @@ from vllm.inflight.update import Manifest
 from vllm.inflight.worker.model.quantized import require_same_numbers
 from vllm.inflight.worker.shadow.carry_over import copy_unsent, layer_siblings, retie
 from vllm.inflight.worker.shadow.change_log import Keeping
+from vllm.inflight.worker.staging.adopted.door import Door
 from vllm.inflight.worker.staging.coverage import tally
-from vllm.inflight.worker.staging.door import Door
 from vllm.inflight.worker.staging.loader import UpdateLoader
 from vllm.inflight.worker.staging.log_filter import (
     STAGING_THREAD,

@@ -50,7 +50,7 @@ from vllm.inflight.worker.shadow.change_log import Keeping
 from vllm.inflight.worker.shadow.flip import Flip, flip_of
 from vllm.inflight.worker.shadow.log_entries import LogEntries
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
-from vllm.inflight.worker.staging.extension import ExtensionCalls
+from vllm.inflight.worker.staging.adopted.extension import ExtensionCalls
 from vllm.inflight.worker.staging.thread import StagingThread, post_failure
 from vllm.inflight.worker.staging.throttle import undirected
 from vllm.inflight.worker.status_board import StatusBoard

@@ -20,8 +20,8 @@ from vllm.inflight.errors import Conflict
 from vllm.inflight.transport.buckets.tensor_list import Pair
 from vllm.inflight.worker.adopted_call import calling, loading
 from vllm.inflight.worker.model.layers import parameters
-from vllm.inflight.worker.staging.parameter_writes import ParameterWrites
-from vllm.inflight.worker.staging.weight_memory import LIVE, Known, WeightMemory
+from vllm.inflight.worker.staging.adopted.parameter_writes import ParameterWrites
+from vllm.inflight.worker.staging.adopted.weight_memory import LIVE, Known, WeightMemory
 from vllm.inflight.yielding import with_breaks
 
 

@@ -35,8 +35,8 @@ from vllm.inflight.worker.adopted_call import (
 )
 from vllm.inflight.worker.integrity.outside_writes import SOURCE
 from vllm.inflight.worker.model.drafter import ModelWithDrafter
-from vllm.inflight.worker.staging.door import Door, default_device
-from vllm.inflight.worker.staging.guard import Guard, follow_threads
+from vllm.inflight.worker.staging.adopted.door import Door, default_device
+from vllm.inflight.worker.staging.adopted.guard import Guard, follow_threads
 
 
 @functools.cache

@@ -33,8 +33,12 @@ from vllm.inflight.worker.adopted_call import (
     rejected,
     running,
 )
-from vllm.inflight.worker.staging.door import Door, write_conflict
-from vllm.inflight.worker.staging.weight_memory import Known, WeightMemory, pairs_of
+from vllm.inflight.worker.staging.adopted.door import Door, write_conflict
+from vllm.inflight.worker.staging.adopted.weight_memory import (
+    Known,
+    WeightMemory,
+    pairs_of,
+)
 
 T = TypeVar("T")
 
@@ -260,12 +264,12 @@ def follow_threads() -> None:
         self: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         call = current()
-        if call is not None and is_of_method():
-            call.has_threads = True
-            fn = _followed(fn, call)
+        if call is None or not is_of_method():
+            return original_submit(self, fn, *args, **kwargs)
+        call.has_threads = True
         # A thread that the pool starts now works for later calls, too.
         with calling(False):
-            return original_submit(self, fn, *args, **kwargs)
+            return original_submit(self, _followed(fn, call), *args, **kwargs)
 
     # mypy knows no such assignment
     setattr(ThreadPoolExecutor, "submit", submit)  # noqa: B010
