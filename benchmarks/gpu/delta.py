@@ -1,4 +1,4 @@
-"""Whole versions and deltas while decoding, beside upstream's update; two GPUs or more.
+"""Whole versions and deltas while decoding, beside upstream's update, on GPUs.
 
 `python -m benchmarks.gpu.delta [--shape 8B] [--arms device delta upstream]`. A trainer
 on the next GPU changes a share of all elements by one unit in the last place, and sends
@@ -21,6 +21,9 @@ More than one rank: `--ranks 2`, and further options of the engine with `--engin
 `--trainer-ranks 2` the trainer has two GPUs too, and FSDP2 shares its weights out over
 them. Each rank looks for changes in its shards, and only the changes are gathered on
 rank 0. Upstream's trainer gathers all tensors.
+
+On one GPU, `BENCH_TRAINER_GPU=0` and `--backend inflight_ipc` put the trainer beside
+the engine, which needs `--engine '{"gpu_memory_utilization": 0.6}'` then.
 
 Without a GPU, `--shape tiny --backend inflight_gloo` tries the first two arms out.
 

@@ -1,4 +1,4 @@
-"""Decoding a part on a GPU: two launches, whatever the number of blocks."""
+"""Decoding a part on a GPU: a few launches, whatever the number of blocks."""
 
 from __future__ import annotations
 
