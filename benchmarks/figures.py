@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import median
 from typing import Any
 
@@ -92,17 +92,46 @@ def steady_gaps_ms(record: Record) -> list[float]:
 
 
 def steady(records: list[Record]) -> dict[str, float]:
-    """The figures of decoding alone, over all rounds of an arm."""
+    """The figures of decoding alone, over all rounds of an arm.
+
+    A round has the same streams from its first update to its last, and they get longer.
+    A step takes longer with longer streams. So an arm whose updates take longer also
+    decodes more slowly between them: `context_tokens` is the mean length that its
+    streams had, and `tokens_per_s_before` is of decoding before the first update, where
+    the streams of all arms are as long.
+    """
     ordered = sorted(gap for record in records for gap in steady_gaps_ms(record))
     stretches = [(r, s) for r in records for s in _stretches(r)]
     tokens = sum(_tokens(record, stretch) for record, stretch in stretches)
     seconds = sum(end - start for _, (start, end) in stretches)
     return {
         "tokens_per_s": tokens / seconds,
+        "tokens_per_s_before": _before(records),
+        "context_tokens": _context(records),
         "gap_steady_p50_ms": percentile(ordered, 50),
         "gap_steady_p99_ms": percentile(ordered, 99),
         "gap_steady_max_ms": ordered[-1],
     }
+
+
+def _before(records: list[Record]) -> float:
+    """Tokens per second of decoding before the first update of each round."""
+    firsts = [(record, _stretches(record)[0]) for record in records]
+    seconds = sum(end - start for _, (start, end) in firsts)
+    return sum(_tokens(record, first) for record, first in firsts) / seconds
+
+
+def _context(records: list[Record]) -> float:
+    """Tokens that a stream had got, as a mean over the arrivals of decoding alone."""
+    lengths = []
+    for record in records:
+        stretches = _stretches(record)
+        for arrivals in record.arrivals:
+            had = accumulate(number for _, number in arrivals)
+            for (at, _), length in zip(arrivals, had, strict=True):
+                if any(start < at <= end for start, end in stretches):
+                    lengths.append(length)
+    return sum(lengths) / max(1, len(lengths))
 
 
 def summary(records: list[Record]) -> dict[str, Any]:

@@ -55,6 +55,8 @@ WAYS = {
 """Trainer → arm → how its updates are made; the first way is compared."""
 ROWS = {
     "tokens_per_s": ("decoding alone, tokens/s", "{:.0f}"),
+    "tokens_per_s_before": ("the same before the first update, tokens/s", "{:.0f}"),
+    "context_tokens": ("mean length of a stream, decoding alone, tokens", "{:.0f}"),
     "gap_steady_max_ms": ("gap, decoding alone: max, ms", "{:.1f}"),
     "gap_update_median_ms": ("largest gap at an update: median, ms", "{:.1f}"),
     "gap_update_max_ms": ("largest gap at an update: worst, ms", "{:.1f}"),

@@ -1,0 +1,22 @@
+"""The arithmetic of the benchmarks: figures of records that are easy to check."""
+
+import pytest
+
+from benchmarks.figures import AFTER_S, steady, update_figures
+from benchmarks.record import Record, Update
+
+STEP_S, SLOWER_S = 0.01, 0.02
+
+
+def test_decoding_before_the_first_update_is_told_apart_from_all_of_it() -> None:
+    """Streams are longer after an update, so what is slower then may be their length."""
+    before = [10 + STEP_S * number for number in range(1, 101)]
+    after = [11.5 + AFTER_S + SLOWER_S * number for number in range(1, 51)]
+    arrivals = [(at, 2) for at in [*before, *after]]
+    updated = Update(before[-1], 11.5)
+    record = Record([arrivals], before[0] - STEP_S, after[-1], [updated])
+    found = steady([record])
+    assert found["tokens_per_s_before"] == pytest.approx(2 / STEP_S)
+    assert found["tokens_per_s"] == pytest.approx(2 * 150 / 2, rel=1e-6)
+    assert found["context_tokens"] == pytest.approx(sum(range(2, 301, 2)) / 150)
+    assert len(update_figures(record)) == 1
