@@ -11,13 +11,17 @@ Importing is not collecting. A tenth to a quarter of the ten seconds in which vL
 imported, by each process of each engine, are collections that find next to nothing.
 
 A process that lives for `STACKS_AFTER_S` seconds writes the stacks of its threads to
-its stderr, once. So what hangs says where, before whoever waits for it gives up.
+its stderr, once. So what hangs says where, before whoever waits for it gives up. A
+thread of Python writes them: `faulthandler` reads the frames of threads that run
+meanwhile, and has crashed a process that was well.
 """
 
-import faulthandler
 import gc
 import os
+import sys
+import threading
 import time
+import traceback
 
 
 def _sleep_instead() -> None:
@@ -29,5 +33,15 @@ os.sched_yield = _sleep_instead
 if "PYTEST_VERSION" in os.environ:
     gc.set_threshold(300_000, 10, 10)
 
+
+def _write_stacks(after_s: float) -> None:
+    time.sleep(after_s)
+    for number, frame in sys._current_frames().items():
+        stack = "".join(traceback.format_stack(frame))
+        sys.stderr.write(f"\nStack of thread {number} after {after_s:g} s:\n{stack}")
+    sys.stderr.flush()
+
+
 if "STACKS_AFTER_S" in os.environ:
-    faulthandler.dump_traceback_later(float(os.environ["STACKS_AFTER_S"]))
+    told_s = float(os.environ["STACKS_AFTER_S"])
+    threading.Thread(target=_write_stacks, args=(told_s,), daemon=True).start()

@@ -154,6 +154,19 @@ def test_a_process_of_a_job_that_hangs_tells_its_stacks():
         process.communicate()
 
 
+def test_a_process_that_has_told_its_stacks_goes_on():
+    code = "import time\nends = time.time() + 1\nwhile time.time() < ends: pass"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ
+        | {"PYTHONPATH": str(ROOT / "tests/support/calm"), "STACKS_AFTER_S": "0.1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert done.returncode == 0
+    assert done.stderr.count("Stack of thread") == 2  # its own, and that which tells
+
+
 @pytest.mark.parametrize("num_gpus", [1, 2, 4, 8])
 def test_every_file_of_gpu_tests_is_a_job(num_gpus):
     queue = jobs(num_gpus)
