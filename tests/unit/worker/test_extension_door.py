@@ -64,6 +64,7 @@ def test_layers_that_are_made_anew_during_a_load_may_have_other_parameters() -> 
         replace_parameter(model[0])
 
     door = Door(load, model, torch.nn.Module(), clones=True, device=CPU)
+    door.call = AdoptedCall("it", door.note)
     door([])
     door.bring_home()
     assert door.failure is None
