@@ -90,7 +90,7 @@ class Place(NamedTuple, Generic[Whose]):
     """One parameter, or several that share memory."""
 
 
-class Places(NamedTuple, Generic[Whose]):
+class PlaceTable(NamedTuple, Generic[Whose]):
     """Where parameters are."""
 
     in_memory: list[Place[Whose]]
@@ -137,7 +137,7 @@ class WeightMemory:
         self._models = {SHADOW: shadow, LIVE: live}
         self._known = {id(known.param): known for known in kept}
         """By the id of the parameter, which is kept alive here."""
-        self._places: Places[Known] | None = None
+        self._places: PlaceTable[Known] | None = None
 
     @property
     def models(self) -> list[torch.nn.Module]:
@@ -153,7 +153,7 @@ class WeightMemory:
         """Parameters may have other places now."""
         self._places = None
 
-    def note(self) -> Places[Known]:
+    def note(self) -> PlaceTable[Known]:
         """Remember where the parameters are now, unless they have not moved.
 
         Another thread may say at any time that they have.
@@ -174,7 +174,7 @@ class WeightMemory:
             for each in known
             if each.param.is_meta
         }
-        places = Places(_apart(sorted(found, key=lambda place: place[:2])), hollow)
+        places = PlaceTable(_apart(sorted(found, key=lambda place: place[:2])), hollow)
         self._places = places
         return places
 
@@ -223,7 +223,7 @@ class LateMemory:
             (known.name, known.model, weakref.ref(known.param))
             for known in memory.known
         ]
-        self._found: tuple[object, Places[str]] | None = None
+        self._found: tuple[object, PlaceTable[str]] | None = None
         """Where they are, and the latest registration that it counts with."""
 
     def written_by(
@@ -238,10 +238,10 @@ class LateMemory:
         places = self._now()
         return [name for tensor in tensors for name in places.of(tensor)]
 
-    def _now(self) -> Places[str]:
+    def _now(self) -> PlaceTable[str]:
         shadow, live = (model() for model in self._models)
         if shadow is None or live is None:  # the engine is gone
-            return Places([], {})
+            return PlaceTable([], {})
         latest, found = registrations.latest(), self._found
         if found is None or found[0] is not latest:
             kept = (
@@ -252,7 +252,7 @@ class LateMemory:
             in_memory, hollow = WeightMemory(shadow, live, kept).note()
             self._found = found = (
                 latest,
-                Places(
+                PlaceTable(
                     [Place(p.begin, p.end, (*map(str, p.of),)) for p in in_memory],
                     {storage: str(known) for storage, known in hollow.items()},
                 ),
