@@ -6,6 +6,7 @@ update, or at its deadline. The memory may have another version by then.
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests.support.frameworks import threaded
 from tests.support.frameworks.core import extended_core
 from tests.support.frameworks.direct import NORM, TENSORS
 from tests.support.frameworks.threaded import HELD, Held
-from vllm.inflight.errors import Conflict, InflightError
+from vllm.inflight.errors import Conflict, DeadlineExceeded, InflightError
 from vllm.inflight.frameworks import table
 
 pytestmark = pytest.mark.engine
@@ -194,3 +195,72 @@ def test_a_thread_of_one_part_that_writes_during_the_next_ends_the_version(
     part(names[:9], "nothing more", is_last=False)
     part(names[9:], "nothing more", is_last=True)
     assert state(core) == expected
+
+
+def test_a_load_of_a_thread_that_does_not_end_ends_with_the_deadline_and_is_named(
+    core: EngineCore,
+    held: Held,
+    folders: dict[str, Path],
+    expected: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = served(core), state(core)
+    short = replace(core.vllm_inflight.updates._config, update_deadline_s=2.5)
+    with monkeypatch.context() as patch:
+        patch.setattr(core.vllm_inflight.updates, "_config", short)
+        with pytest.raises(DeadlineExceeded) as raised:
+            send(core, "stops in its iterator")
+    why = f"rank 0 waits for {held.threads[0].name}, a thread of tests_send, which is"
+    assert why in str(raised.value) and "tensors" in str(raised.value)
+    assert (served(core), state(core)) == before
+    publish(core, folders["new"], "new")
+    assert state(core) == expected
+    held.go_on()
+    assert held.num_written == 0 and "after the method has returned" in held.errors[0]
+    assert state(core) == expected
+    assert call(core, "verify")["result"] == "equal"
+    call(core, "rollback")
+    assert (served(core)[0], state(core)) == (before[0][0], before[1])
+
+
+def test_an_abort_leaves_a_load_of_a_thread_that_does_not_end(
+    core: EngineCore, held: Held, folders: dict[str, Path], expected: Any
+) -> None:
+    result = in_thread(lambda: send(core, "stops in its iterator"))
+    assert held.has_begun.wait(30)
+    call(core, "abort")
+    assert isinstance(result(), InflightError)
+    call(core, "start", transport="local")
+    call(core, "receive", update_info={"path": str(folders["new"])})
+    held.go_on()  # in the middle of the next update
+    assert held.num_written == 0 and "after the method has returned" in held.errors[0]
+    call(core, "prepare")
+    call(core, "commit", weight_version="new")
+    assert state(core) == expected
+    assert call(core, "verify")["result"] == "equal"
+
+
+@pytest.mark.parametrize("loader", ["load_weights", "weight_loader"])
+def test_a_loader_that_an_older_thread_has_kept_loads_nothing_after_the_commit(
+    core: EngineCore, held: Held, folders: dict[str, Path], expected: Any, loader: str
+) -> None:
+    """This thread is older than the call, so it does not belong to it."""
+    old = state(core)
+    assert send(core, "leaves its loaders") == ["leaves its loaders"]
+    assert state(core) == expected
+    with pytest.raises(InflightError):
+        held.kept[loader]()
+    assert state(core) == expected
+    call(core, "start", transport="local")
+    call(core, "receive", update_info={"path": str(folders["new"])})
+    with pytest.raises(InflightError):
+        held.kept[loader]()
+    call(core, "prepare")
+    call(core, "commit", weight_version="new")
+    assert state(core) == expected
+    publish(core, folders["old"], "old")
+    send(core, "leaves its loaders")
+    with pytest.raises(InflightError):
+        held.kept[loader]()
+    call(core, "rollback")
+    assert state(core) == old

@@ -86,7 +86,8 @@ class Status:
     cpu_s: float | None = None
     """Processor seconds of the staging thread."""
     held_by: str | None = None
-    """Where the thread of an aborted update is, for whose end the rank waits."""
+    """The thread for which the rank waits, and where it is: that of an aborted update,
+    or one of a method of a worker extension that still loads."""
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Status:

@@ -24,6 +24,8 @@ class Held:
         self.threads: list[threading.Thread] = []
         self.errors: list[str] = []
         self.num_written = 0
+        self.kept: dict[str, Callable[[], object]] = {}
+        """What the method has left to a thread that is older than its call."""
 
     def go_on(self) -> None:
         """Let the threads go on, and wait until they have ended."""
@@ -162,7 +164,35 @@ def writes_slowly(model: Any) -> None:
         held.may_return.wait(30)
 
 
+def stops_in_its_iterator(model: Any) -> None:
+    """Return while a thread loads, whose next tensor does not come."""
+    held = HELD[0]
+
+    def tensors() -> Any:
+        for number, pair in enumerate(TENSORS["checkpoint"].items()):
+            if number == 5:
+                held.has_begun.set()
+                held.may_go_on.wait(60)
+            yield pair
+
+    start(lambda: attempt(lambda: model.load_weights(tensors())))
+    assert held.has_begun.wait(30)
+
+
+def leaves_its_loaders(model: Any) -> None:
+    first, *rest = TENSORS["checkpoint"].items()
+    model.load_weights([first])  # from here on the loaders of parameters are known
+    param = dict(model.named_parameters())[NORM]
+    load, load_one = model.load_weights, param.weight_loader
+    tensor = torch.full_like(TENSORS["checkpoint"][NORM], 3)
+    HELD[0].kept["load_weights"] = lambda: load([(NORM, tensor)])
+    HELD[0].kept["weight_loader"] = lambda: load_one(param, tensor)
+    model.load_weights(rest)
+
+
 WAYS: dict[str, Callable[[Any], None]] = {
+    "stops in its iterator": stops_in_its_iterator,
+    "leaves its loaders": leaves_its_loaders,
     "writes slowly": writes_slowly,
     "nothing more": lambda model: None,
     "loads in a thread": loads_in_a_thread,

@@ -1,18 +1,13 @@
 """The door of an adopted call, where kernels know the places of parameters."""
 
-import gc
-import threading
-import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
 
 from vllm.inflight.errors import Conflict
-from vllm.inflight.patch.worker import _load_straight, _unless_calling
-from vllm.inflight.worker.adopted_call import AdoptedCall, running
+from vllm.inflight.worker.adopted_call import AdoptedCall
 from vllm.inflight.worker.staging.adopted.door import Door
-from vllm.inflight.worker.staging.adopted.guard import Guard, follow_threads
 
 CPU = torch.device("cpu")
 
@@ -64,6 +59,7 @@ def test_layers_that_are_made_anew_during_a_load_may_have_other_parameters() -> 
         replace_parameter(model[0])
 
     door = Door(load, model, torch.nn.Module(), clones=True, device=CPU)
+    door.call = AdoptedCall("it", door.note)
     door([])
     door.bring_home()
     assert door.failure is None
@@ -72,52 +68,3 @@ def test_layers_that_are_made_anew_during_a_load_may_have_other_parameters() -> 
     door([])  # a load later: what was put there before is not taken over
     assert isinstance(door.failure, Conflict)
     assert param.data_ptr() != model[0].weight.data_ptr()
-
-
-def test_a_thread_that_goes_on_keeps_nothing_of_its_update_alive() -> None:
-    """A pool or a monitor that a method has started may wait for ever."""
-    model, live = (torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in "12")
-    door = Door(lambda _: None, model, live, clones=False, device=CPU)
-    call, may_end, errors = AdoptedCall("it", door.note), threading.Event(), []
-
-    def wait() -> None:
-        may_end.wait(30)
-        try:
-            with torch.no_grad():
-                model[0].weight.zero_()
-        except Conflict as error:
-            errors.append(error.message)
-
-    follow_threads()
-    with running(call), Guard(call, door):
-        thread = threading.Thread(target=wait)
-        thread.start()
-    call.end()
-    update = weakref.ref(door)
-    del door
-    gc.collect()
-    assert update() is None
-    may_end.set()
-    thread.join(30)
-    assert "0.weight of the shadow model" in errors[0]
-    assert model[0].weight.abs().sum() > 0
-
-
-class Noted:
-    def note(self, error: Exception) -> None:
-        raise error
-
-
-@pytest.mark.parametrize("around", [_load_straight, _unless_calling])
-def test_a_thread_of_a_method_that_has_returned_reloads_no_layers(around):
-    """Upstream's reload would give the served layers other memory."""
-    reloaded: list[object] = []
-    patched, noted = around(lambda model: reloaded.append(model)), Noted()
-    call = AdoptedCall("a method", noted.note)
-    call.is_over = True
-    model = torch.nn.Linear(1, 1)
-    with running(call):
-        patched(model)
-    assert reloaded == []
-    patched(model)
-    assert reloaded

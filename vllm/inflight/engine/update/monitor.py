@@ -301,10 +301,9 @@ class UpdateMonitor:
 
 
 def _held(statuses: Sequence[Status], serial: int) -> str:
-    """What ranks say that wait for the thread of an aborted update."""
+    """The threads for which ranks wait."""
     return "".join(
-        f"; rank {rank} waits for the thread of an aborted update, which is at "
-        f"{status.held_by}"
+        f"; rank {rank} waits for {status.held_by}"
         for rank, status in enumerate(statuses)
         if status.serial == serial and status.held_by is not None
     )

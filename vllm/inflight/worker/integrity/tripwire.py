@@ -35,7 +35,7 @@ from vllm.inflight.errors import Conflict
 from vllm.inflight.update import DRAFT
 from vllm.inflight.worker.adopted_call import is_of_method, rejected
 from vllm.inflight.worker.integrity import fingerprint
-from vllm.inflight.worker.model import layerwise_reload
+from vllm.inflight.worker.model import layerwise_reload, registrations
 from vllm.inflight.worker.model.drafter import served_by, trees
 from vllm.inflight.worker.model.layers import layers, parameters
 from vllm.inflight.worker.model.mla import is_derived
@@ -226,6 +226,7 @@ class Tripwire:
 
     def acknowledge(self) -> None:
         """The engine core has taken note of the write."""
+        registrations.changed()  # it may have given a parameter other memory
         self._is_written = False
         self._reference = None
         self.arm()
@@ -302,6 +303,7 @@ class Tripwire:
                 place.copy_(param.data)
                 own.data = place
                 layer._parameters[key] = own
+                registrations.changed()
 
     def _compare(self) -> None:
         if self.is_filling and self._reference is None:

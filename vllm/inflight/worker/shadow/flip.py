@@ -23,7 +23,7 @@ import torch
 
 from vllm.inflight.errors import ArenaTorn
 from vllm.inflight.worker.memory.arena import Arena
-from vllm.inflight.worker.model import cpu_packing, quantized
+from vllm.inflight.worker.model import cpu_packing, quantized, registrations
 from vllm.inflight.worker.model.cpu_packing import UNPACKED
 from vllm.inflight.worker.model.hidden_weights import PACKED
 from vllm.inflight.worker.model.layers import (
@@ -109,6 +109,8 @@ class Exchange:
             except BaseException as error:
                 raise ArenaTorn(f"{fault}; and undoing it: {error}") from error
             raise
+        finally:
+            registrations.changed()
         return time.perf_counter() - started
 
 

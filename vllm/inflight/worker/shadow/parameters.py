@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm.inflight import upstream
+from vllm.inflight.worker.model import registrations
 from vllm.inflight.worker.model.layers import layers
 from vllm.inflight.worker.model.quantized import (
     is_processed,
@@ -128,10 +129,12 @@ def lent_memory(
                     lent[name] = in_place_of(param, data)
                 replaced.append((layer, key, param))
                 layer._parameters[key] = lent[name]
+        registrations.changed()
         yield dict(lent)
     finally:
         for layer, key, param in replaced:
             layer._parameters[key] = param
+        registrations.changed()
 
 
 def mirror_processed(

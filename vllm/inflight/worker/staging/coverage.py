@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from vllm.inflight import upstream
-from vllm.inflight.errors import Conflict
+from vllm.inflight.errors import Conflict, WrongPhase
 from vllm.inflight.tensor_names import PLAIN
 from vllm.inflight.update import DRAFT, Manifest
 from vllm.inflight.worker.adopted_call import (
@@ -104,6 +104,8 @@ class Coverage:
         """Parameters whose loader was called with the current tensor."""
         self._asked: set[str] | None = None
         """While a loader is only asked: the parameters that it would fill."""
+        self._is_over = False
+        """Whether the load has ended. A thread may have kept a loader of it."""
         self._watching: list[tuple[Any, Any]] = []
         self._outside: list[Any] = []
         """What the module's `load_weights` was before this object replaced it."""
@@ -284,6 +286,7 @@ class Coverage:
         """
         if direct_writes.writes(self._module):
             self._direct = direct_writes.DirectWrites(self._module, self.wrote)
+        self._is_over = False
         self.stand_before(load)
         if at_once:
             self.watch_loaders()
@@ -322,6 +325,7 @@ class Coverage:
 
     def unwatch(self) -> None:
         """Leave the tree as it was."""
+        self._is_over = True
         if self._outside:
             vars(self._module)["load_weights"] = self._outside.pop()
             if vars(self._module)["load_weights"] is None:
@@ -397,11 +401,34 @@ class Coverage:
             return True
         if is_calling() and self.lets_write and name not in self._quantised:
             return _own_loader(loader)(*args, **kwargs)
-        _require_loader(name)
+        self._require_loader(name)
         self.num_loads += 1
         self.refilled.add(name)
         self.touched.add(name)
         return True
+
+    def _require_loader(self, name: str) -> None:
+        """Raise an error unless the model's own loader calls a parameter's loader.
+
+        Raises:
+            Conflict: a method of a worker extension calls it. It has to load by
+                `load_weights` of the model, which verifies its tensors.
+            WrongPhase: the load has ended.
+
+        """
+        if is_of_method():
+            error = Conflict(
+                f"the worker extension fills {name} of the shadow model itself, "
+                "without load_weights of the model, so its tensors cannot be verified; "
+                "start the engine with --inflight-adopt off"
+            )
+            raise rejected(error)
+        if self._is_over:
+            raise WrongPhase(
+                f"a loader of {name} was kept from an update that has ended, and "
+                "nothing is loaded by it any more; take the parameter's loader anew in "
+                "each update"
+            )
 
     def _is_drafting(self) -> bool:
         return getattr(self._module, "is_drafting", False)
@@ -428,7 +455,7 @@ class Coverage:
             if is_calling() and self.lets_write and name not in self._quantised:
                 # Its copies are looked at one by one, and none is put off.
                 return _own_loader(loader)(*args, **kwargs)
-            _require_loader(name)
+            self._require_loader(name)
             loaded = args[1] if len(args) > 1 else kwargs.get("loaded_weight")
             if isinstance(loaded, torch.Tensor):
                 _require_dtype(param, loaded)
@@ -467,20 +494,6 @@ def _own_loader(loader: Callable[..., Any]) -> Callable[..., Any]:
     while getattr(loader, "__name__", "") == "online_process_loader":
         loader = loader.__wrapped__  # type: ignore[attr-defined]
     return loader
-
-
-def _require_loader(name: str) -> None:
-    """Raise `Conflict` if a method of a worker extension calls a parameter's loader.
-
-    It has to load by `load_weights` of the model, which verifies its tensors.
-    """
-    if is_of_method():
-        error = Conflict(
-            f"the worker extension fills {name} of the shadow model itself, without "
-            "load_weights of the model, so its tensors cannot be verified; start the "
-            "engine with --inflight-adopt off"
-        )
-        raise rejected(error)
 
 
 def _require_dtype(param: torch.Tensor, loaded: torch.Tensor) -> None:

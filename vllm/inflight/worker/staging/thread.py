@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import logging
 import queue
+import threading
 import time
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
@@ -113,6 +115,10 @@ class StagingThread(Background):
         """Of the log of delta staging, when it was emptied for this update."""
         self._status = Status(serial, "open")
         self._posted = 0.0
+        self._held_told: float | None = None
+        """When it was told last what holds this thread; None if nothing does."""
+        self._loader: tuple[str, threading.Thread] | None = None
+        """A method that has returned, and a thread of it that still loads."""
         self._num_proved = 0
         """Bytes that the proof of the plan has written; see `Shadow.prove`."""
         self._num_moved = 0
@@ -366,7 +372,7 @@ class StagingThread(Background):
         assert intake is not None and door is not None
         extension = self._stager.extension
         try:
-            result = extension.call(command, door)
+            result = extension.call(command, door, self._waits_for)
         except InflightError as error:
             self._give_up_unseen()
             if not isinstance(error, EngineFault):
@@ -375,6 +381,10 @@ class StagingThread(Background):
                 raise door.failure from None
             intake.require_accepted()  # it names the tensors, and the method does not
             raise
+        finally:
+            self._tell_free()
+        if self._is_cancelled():  # a thread of the method may have been left
+            raise Cancelled("the update was aborted")
         # Kept before anything below fails: the caller gets it as it is.
         extension.keep(self.serial, command.number, result)
         self._stager.drain()
@@ -619,26 +629,46 @@ class StagingThread(Background):
 
     def _wait_for_others(self) -> None:
         """A transport that cannot be interrupted may still write its last bytes."""
-        told = time.monotonic()
         while self._before:
             if self._is_cancelled():
                 raise Cancelled("the transfer before this one has not let go")
             self._before[0].join(POLL_S)
             self._before = [job for job in self._before if job.is_alive()]
-            if self._before and time.monotonic() > told + HELD_S:
-                self._tell_what_holds(self._before[0])
-                told = time.monotonic()
-        self._status = replace(self._status, held_by=None)
+            if self._before:
+                self._tell_what_holds(self._before[0].holder)
+        self._tell_free()
 
-    def _tell_what_holds(self, job: StagingThread) -> None:
-        """Tell where the thread of an earlier update stands, which cannot."""
+    def _waits_for(self, method: str, thread: threading.Thread) -> bool:
+        """Whether to wait for a thread of a method that has returned."""
+        self._loader = method, thread
+        self._tell_what_holds(self.holder)
+        return not self._is_cancelled()
+
+    def holder(self) -> str:
+        """What this thread and those after it wait for: itself, or a thread of its
+        method."""
+        if (loader := self._loader) is None:
+            return f"the thread of an aborted update, which is at {where_is(self)}"
+        method, thread = loader
+        at = where_is(thread)
+        return f"{thread.name}, a thread of {method}, which is at {at}"
+
+    def _tell_what_holds(self, holder: Callable[[], str]) -> None:
+        """Tell what this thread waits for, after `HELD_S` and then again and again."""
+        now = time.monotonic()
+        self._held_told = self._held_told or now
+        if now < self._held_told + HELD_S:
+            return
+        self._held_told, what = now, holder()
         if self._status.held_by is None:
-            logger.warning(
-                "update %d waits on rank %d: the thread of update %d, which was "
-                "aborted, has not ended, and is at %s",
-                *(self.serial, self._rank, job.serial, where_is(job)),
-            )
-        self._post(held_by=where_is(job))
+            waits = "update %d waits on rank %d for %s"
+            logger.warning(waits, self.serial, self._rank, what)
+        self._post(held_by=what)
+
+    def _tell_free(self) -> None:
+        """This thread waits no more."""
+        self._held_told = self._loader = None
+        self._status = replace(self._status, held_by=None)
 
     def _leave(self, error: InflightError) -> None:
         """Clean up after a failure, then tell; the live weights were never touched."""

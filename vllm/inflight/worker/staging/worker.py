@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from vllm.inflight import messages, upstream
-from vllm.inflight.background import where_is
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import Cancelled, EngineFault
 from vllm.inflight.messages import FlipTo
@@ -374,8 +373,8 @@ class StagingWorker:
 
         """
         if self._job is not None and not self._job.ends_by(time.monotonic() + LET_GO_S):
-            stands = "".join(f"; it is at {where_is(j)}" for j in self._job.alive()[:1])
-            raise EngineFault(f"{NOT_LET_GO}{stands}")
+            holders = "".join(f"; it is {j.holder()}" for j in self._job.alive()[:1])
+            raise EngineFault(f"{NOT_LET_GO}{holders}")
         if still_writes():
             raise EngineFault(NOT_LET_GO)
 

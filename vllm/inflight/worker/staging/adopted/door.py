@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import (
 
 from vllm.inflight.errors import Conflict
 from vllm.inflight.transport.buckets.tensor_list import Pair
-from vllm.inflight.worker.adopted_call import calling, loading
+from vllm.inflight.worker.adopted_call import AdoptedCall, calling, current
+from vllm.inflight.worker.model import registrations
 from vllm.inflight.worker.model.layers import parameters
 from vllm.inflight.worker.staging.adopted.parameter_writes import ParameterWrites
 from vllm.inflight.worker.staging.adopted.weight_memory import LIVE, Known, WeightMemory
@@ -55,6 +56,8 @@ class Door:
         failure: the first error of a load, or of what was rejected. A method may handle
             it, and report success.
         memory: of the parameters.
+        call: the latest call of a method, which may be over. Threads that are older
+            than it belong to it, too, while they load.
 
     """
 
@@ -76,6 +79,7 @@ class Door:
         self.note_homes()
         self._device = device
         self.failure: Exception | None = None
+        self.call: AdoptedCall | None = None
         self.stream: torch.cuda.Stream | None = None
         """The stream of staging, while a method runs on a GPU."""
         self._is_used = False
@@ -89,10 +93,14 @@ class Door:
             Conflict: this thread may not load now, see `AdoptedCall.loading`.
 
         """
-        with loading():
-            return self._loaded(weights)
+        if (call := current() or self.call) is None:
+            raise Conflict(
+                "tensors are loaded for a worker extension, and no method of it runs"
+            )
+        with call.loading():
+            return self._loaded(weights, call)
 
-    def _loaded(self, weights: Iterable[Pair]) -> set[str]:
+    def _loaded(self, weights: Iterable[Pair], call: AdoptedCall) -> set[str]:
         names: set[str] = set()
         self.bring_home()
         usual = torch.get_default_device()
@@ -102,7 +110,12 @@ class Door:
             tensors = iter(weights)
             while True:
                 # An iterator is code of the extension, as the method is.
-                with calling(True), default_device(usual), ExitStack() as stack:
+                with (
+                    call.drawing(),
+                    calling(True),
+                    default_device(usual),
+                    ExitStack() as stack,
+                ):
                     for mode in modes:
                         stack.enter_context(mode)
                     pair = next(tensors, None)
@@ -229,6 +242,7 @@ class Door:
                 continue
             param.data = place
             layer._parameters[key] = param
+            registrations.changed()
             self._note_replaced(f"the place of {name}")
 
     def _note_replaced(self, what: str) -> None:

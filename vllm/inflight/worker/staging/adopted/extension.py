@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -119,12 +120,20 @@ class ExtensionCalls(StagedEngine):
         """Never called, because no chunk can be parsed."""
         raise NotImplementedError
 
-    def call(self, command: messages.CallExtension, door: Door) -> Any:
+    def call(
+        self,
+        command: messages.CallExtension,
+        door: Door,
+        waits: Callable[[str, threading.Thread], bool],
+    ) -> Any:
         """Call a method on the shadow weights; returns its result.
 
         Args:
             command: names the method, and has its arguments.
             door: of the update; it is told of what was rejected.
+            waits: called again and again when the method has returned and a thread of
+                it still loads, with the name of the method and that thread; whether to
+                wait for it.
 
         Raises:
             EngineFault: the method has failed.
@@ -138,7 +147,7 @@ class ExtensionCalls(StagedEngine):
             name, method = "load_weights", self.model.load_weights
         else:
             name, method = command.method, getattr(self._stand_in, command.method)
-        call = AdoptedCall(name, door.note)
+        door.call = call = AdoptedCall(name, door.note)
         door.note_homes()
         if torch.device(self.worker.device).type == "cuda":
             door.stream = torch.cuda.current_stream()
@@ -159,7 +168,7 @@ class ExtensionCalls(StagedEngine):
                 f"{type(error).__name__}: {error}"
             ) from error
         finally:
-            call.end()
+            call.end(functools.partial(waits, name))
             door.bring_home()
 
     def note_source(self) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -27,16 +26,16 @@ from vllm.inflight.worker.adopted_call import (
     AdoptedCall,
     calling,
     current,
-    is_calling,
     is_of_method,
     late,
     rejected,
     running,
 )
+from vllm.inflight.worker.model import registrations
 from vllm.inflight.worker.staging.adopted.door import Door, write_conflict
 from vllm.inflight.worker.staging.adopted.weight_memory import (
     Known,
-    WeightMemory,
+    LateMemory,
     pairs_of,
 )
 
@@ -58,17 +57,62 @@ SENDING = (
 """Their methods that send or receive."""
 
 
-class Guard(TorchDispatchMode):
-    """Rejects operators of torch that a method in this thread must not call.
+class DecodingGroups:
+    """The groups of ranks that decode, as far as several ranks do.
 
-    - Collectives of the groups of ranks that decode. Steps use these groups at the same
-      time. Ranks would meet in different calls, and would wait for each other or
-      receive each other's tensors.
-    - Writes into parameters that are not accounted for, and reads of what was there
-      before; see weight_memory.py.
+    Steps use these groups at the same time as a method. Ranks would meet in different
+    calls, and would wait for each other or receive each other's tensors.
 
     Collectives of torch and of vLLM are operators. NCCL that vLLM calls past torch, and
     its queue in shared memory, are guarded by themselves.
+    """
+
+    def __init__(self) -> None:
+        known = (found() for found in upstream.GROUPS.values())
+        groups = [g for g in known if g is not None and g.world_size > 1]
+        self._groups = [
+            each for group in groups for each in (group.device_group, group.cpu_group)
+        ]
+        self._names = {group.unique_name for group in groups}
+        self._names.update(each.group_name for each in self._groups)
+        for group in groups:
+            for owner in (group, group.device_communicator):
+                for name in PAST_TORCH:
+                    _guard(getattr(owner, name, None))
+
+    def require_other(
+        self,
+        method: str,
+        func: torch._ops.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Raise `Conflict` if an operator is a collective of these groups."""
+        if self._groups and self._is_theirs(func, args, kwargs):
+            name = func.__name__.partition(".")[0].strip("_")
+            raise rejected(_conflict(method, name))
+
+    def _is_theirs(
+        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Whether an operator is a collective of ranks that decode."""
+        namespace = func.namespace
+        if namespace == "c10d":
+            groups = [_group_of(each) for each in args]
+            return any(group is each for group in groups for each in self._groups)
+        if namespace in ("vllm", "_c10d_functional"):
+            named = [e for e in (*args, *kwargs.values()) if isinstance(e, str)]
+            return not self._names.isdisjoint(named)
+        first = BY_HANDLE.get(namespace)
+        return first is not None and func.__name__.startswith(first)
+
+
+class Guard(TorchDispatchMode):
+    """Rejects operators of torch that a method in this thread must not call.
+
+    - Collectives of the groups of ranks that decode; see `DecodingGroups`.
+    - Writes into parameters that are not accounted for, and reads of what was there
+      before; see weight_memory.py.
 
     Args:
         call: of the method.
@@ -82,17 +126,7 @@ class Guard(TorchDispatchMode):
         call.guard = self
         # A load may give layers other memory, and the method may have kept the old one.
         door.memory.note()
-        known = (found() for found in upstream.GROUPS.values())
-        groups = [g for g in known if g is not None and g.world_size > 1]
-        self._decoding = [
-            each for group in groups for each in (group.device_group, group.cpu_group)
-        ]
-        self._names = {group.unique_name for group in groups}
-        self._names.update(each.group_name for each in self._decoding)
-        for group in groups:
-            for owner in (group, group.device_communicator):
-                for name in PAST_TORCH:
-                    _guard(getattr(owner, name, None))
+        call.decoding = self._decoding = DecodingGroups()
 
     def __torch_dispatch__(
         self,
@@ -121,9 +155,7 @@ class Guard(TorchDispatchMode):
                 not be read.
 
         """
-        if self._decoding and self._is_theirs(func, args, kwargs):
-            name = func.__name__.partition(".")[0].strip("_")
-            raise rejected(_conflict(self._method, name))
+        self._decoding.require_other(self._method, func, args, kwargs)
         for known in self._door.memory.read_by(func, args, kwargs):
             if not self._door.may_be_read(known):
                 raise rejected(_read_conflict(self._method, known))
@@ -151,20 +183,6 @@ class Guard(TorchDispatchMode):
             else:
                 target.copy_(source, non_blocking=is_late)
         return args[0] if isinstance(args[0], torch.Tensor) else None
-
-    def _is_theirs(
-        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
-        """Whether an operator is a collective of ranks that decode."""
-        namespace = func.namespace
-        if namespace == "c10d":
-            groups = [_group_of(each) for each in args]
-            return any(group is each for group in groups for each in self._decoding)
-        if namespace in ("vllm", "_c10d_functional"):
-            named = [e for e in (*args, *kwargs.values()) if isinstance(e, str)]
-            return not self._names.isdisjoint(named)
-        first = BY_HANDLE.get(namespace)
-        return first is not None and func.__name__.startswith(first)
 
 
 class ThreadGuard(TorchDispatchMode):
@@ -199,43 +217,11 @@ class ThreadGuard(TorchDispatchMode):
                     write_conflict(f"a thread that {method} has started", known)
                 )
         else:
+            self._call.decoding.require_other(method, func, args, named)
             late_memory: LateMemory = self._call.late_memory
-            for known in late_memory.written_by(func, args, named):
-                raise rejected(late(method, f"writes into {known}"))
+            for written in late_memory.written_by(func, args, named):
+                raise rejected(late(method, f"writes into {written}"))
         return func(*args, **named)
-
-
-class LateMemory:
-    """The parameters that threads of a call may not write when it is over.
-
-    These are the parameters of both models at the time of the write, and those that the
-    threads may have kept. It keeps none of them alive.
-
-    Args:
-        memory: of the call.
-
-    """
-
-    def __init__(self, memory: WeightMemory) -> None:
-        self._models = [weakref.ref(model) for model in memory.models]
-        self._known = [
-            (known.name, known.model, weakref.ref(known.param))
-            for known in memory.known
-        ]
-
-    def written_by(
-        self, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[Known]:
-        """The parameters that an operator would write."""
-        shadow, live = (model() for model in self._models)
-        if shadow is None or live is None:  # the engine is gone
-            return []
-        kept = (
-            Known(name, model, param)
-            for name, model, found in self._known
-            if (param := found()) is not None
-        )
-        return WeightMemory(shadow, live, kept).written_by(func, args, kwargs)
 
 
 @functools.cache
@@ -246,6 +232,7 @@ def follow_threads() -> None:
     its threads. `Thread.start` and `ThreadPoolExecutor.submit` are replaced once in a
     process, for good.
     """
+    registrations.follow()
     original = threading.Thread.start
 
     @functools.wraps(original)
@@ -299,7 +286,7 @@ def _guard(owner: Any) -> None:
 def _guarded(method: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(method)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        if is_calling():
+        if is_of_method():
             raise rejected(_conflict("a method of the worker extension", name))
         return method(*args, **kwargs)
 

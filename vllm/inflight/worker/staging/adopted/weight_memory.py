@@ -18,14 +18,20 @@ from __future__ import annotations
 
 import bisect
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from vllm.inflight import ops
+from vllm.inflight.worker.model import registrations
 from vllm.inflight.worker.model.layers import parameters
 from vllm.inflight.worker.replay_plan import View
+
+Whose = TypeVar("Whose")
+"""What stands for a parameter."""
 
 LIVE, SHADOW = "the live model", "the shadow model"
 
@@ -75,13 +81,38 @@ class Known(NamedTuple):
         return offset, tuple(tensor.shape), tuple(tensor.stride())
 
 
-class Place(NamedTuple):
+class Place(NamedTuple, Generic[Whose]):
     """The addresses of the first byte of a parameter, and after its last one."""
 
     begin: int
     end: int
-    of: tuple[Known, ...]
+    of: tuple[Whose, ...]
     """One parameter, or several that share memory."""
+
+
+class PlaceTable(NamedTuple, Generic[Whose]):
+    """Where parameters are."""
+
+    in_memory: list[Place[Whose]]
+    """Apart from each other, and sorted."""
+    hollow: dict[int, Whose]
+    """Parameters without memory, by their storage. A layer has no memory until its load
+    is complete."""
+
+    def of(self, tensor: torch.Tensor) -> list[Whose]:
+        """The parameters that a tensor shares memory with."""
+        if not tensor.numel():
+            return []
+        if tensor.is_meta:
+            whose = self.hollow.get(tensor.untyped_storage()._cdata)
+            return [] if whose is None else [whose]
+        if not _is_in_memory(tensor):
+            return []
+        begin, end = _span(tensor)
+        index = bisect.bisect_left(self.in_memory, end, key=_begin_of) - 1
+        if index < 0 or self.in_memory[index].end <= begin:
+            return []
+        return list(self.in_memory[index].of)
 
 
 class WeightMemory:
@@ -106,10 +137,7 @@ class WeightMemory:
         self._models = {SHADOW: shadow, LIVE: live}
         self._known = {id(known.param): known for known in kept}
         """By the id of the parameter, which is kept alive here."""
-        self._hollow: dict[int, Known] = {}
-        """Parameters without memory, by their storage. A layer has no memory until its
-        load is complete."""
-        self._places: list[Place] | None = None
+        self._places: PlaceTable[Known] | None = None
 
     @property
     def models(self) -> list[torch.nn.Module]:
@@ -125,7 +153,7 @@ class WeightMemory:
         """Parameters may have other places now."""
         self._places = None
 
-    def note(self) -> list[Place]:
+    def note(self) -> PlaceTable[Known]:
         """Remember where the parameters are now, unless they have not moved.
 
         Another thread may say at any time that they have.
@@ -135,17 +163,18 @@ class WeightMemory:
         for model, tree in self._models.items():
             for name, _, _, param in parameters(tree):
                 self._known.setdefault(id(param), Known(name, model, param))
-        self._hollow = {
-            known.param.untyped_storage()._cdata: known
-            for known in list(self._known.values())
-            if known.param.is_meta
-        }
+        known = list(self._known.values())  # another thread may add some
         found = [
-            Place(*_span(known.param), (known,))
-            for known in list(self._known.values())  # another thread may add some
-            if _is_in_memory(known.param)
+            Place(*_span(each.param), (each,))
+            for each in known
+            if _is_in_memory(each.param)
         ]
-        places = _apart(sorted(found, key=lambda place: place[:2]))
+        hollow = {
+            each.param.untyped_storage()._cdata: each
+            for each in known
+            if each.param.is_meta
+        }
+        places = PlaceTable(_apart(sorted(found, key=lambda place: place[:2])), hollow)
         self._places = places
         return places
 
@@ -156,7 +185,7 @@ class WeightMemory:
         kwargs: Mapping[str, Any],
     ) -> list[Known]:
         """The parameters that an operator would write."""
-        return self._at(_named(_outputs(func), args, kwargs))
+        return self._at(written(func, args, kwargs))
 
     def read_by(
         self,
@@ -169,23 +198,73 @@ class WeightMemory:
 
     def of(self, tensor: torch.Tensor) -> list[Known]:
         """The parameters that a tensor shares memory with."""
-        if not tensor.numel():
-            return []
-        if tensor.is_meta:
-            self.note()
-            known = self._hollow.get(tensor.untyped_storage()._cdata)
-            return [] if known is None else [known]
-        if not _is_in_memory(tensor):
-            return []
-        places = self.note()
-        begin, end = _span(tensor)
-        index = bisect.bisect_left(places, end, key=lambda p: p.begin) - 1
-        if index < 0 or places[index].end <= begin:
-            return []
-        return list(places[index].of)
+        return self.note().of(tensor)
 
     def _at(self, tensors: Iterable[torch.Tensor]) -> list[Known]:
         return [known for tensor in tensors for known in self.of(tensor)]
+
+
+class LateMemory:
+    """The memory of the weights, for threads of a method that has returned.
+
+    These are the parameters of both models at the time of a write, and those that the
+    threads may have kept. None of them is kept alive here. They are looked for only
+    when a parameter may have moved, so the time that an operator takes does not depend
+    on their number.
+
+    Args:
+        memory: of the call.
+
+    """
+
+    def __init__(self, memory: WeightMemory) -> None:
+        self._models = [weakref.ref(model) for model in memory.models]
+        self._kept = [
+            (known.name, known.model, weakref.ref(known.param))
+            for known in memory.known
+        ]
+        self._found: tuple[object, PlaceTable[str]] | None = None
+        """Where they are, and the latest registration that it counts with."""
+
+    def written_by(
+        self,
+        func: torch._ops.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> list[str]:
+        """The parameters that an operator would write, with their models."""
+        if not (tensors := list(written(func, args, kwargs))):
+            return []
+        places = self._now()
+        return [name for tensor in tensors for name in places.of(tensor)]
+
+    def _now(self) -> PlaceTable[str]:
+        shadow, live = (model() for model in self._models)
+        if shadow is None or live is None:  # the engine is gone
+            return PlaceTable([], {})
+        latest, found = registrations.latest(), self._found
+        if found is None or found[0] is not latest:
+            kept = (
+                Known(name, model, param)
+                for name, model, of in self._kept
+                if (param := of()) is not None
+            )
+            in_memory, hollow = WeightMemory(shadow, live, kept).note()
+            self._found = found = (
+                latest,
+                PlaceTable(
+                    [Place(p.begin, p.end, (*map(str, p.of),)) for p in in_memory],
+                    {storage: str(known) for storage, known in hollow.items()},
+                ),
+            )
+        return found[1]
+
+
+def written(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[torch.Tensor]:
+    """The tensors that an operator would write."""
+    return _named(_outputs(func), args, kwargs)
 
 
 def pairs_of(
@@ -210,15 +289,18 @@ def _is_in_memory(tensor: torch.Tensor) -> bool:
     return is_plain and bool(tensor.numel()) and ops.has_memory(tensor)
 
 
-def _apart(places: list[Place]) -> list[Place]:
+def _apart(places: list[Place[Known]]) -> list[Place[Known]]:
     """Sorted places, of which those that overlap are one, as of tied parameters."""
-    found: list[Place] = []
+    found: list[Place[Known]] = []
     for place in places:
         if found and place.begin < found[-1].end:
             last = found.pop()
             place = Place(last.begin, max(last.end, place.end), last.of + place.of)
         found.append(place)
     return found
+
+
+_begin_of = attrgetter("begin")
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
