@@ -253,6 +253,7 @@ class Sets:
         worker: Any = SimpleNamespace(
             device=self.shadow.device,
             vllm_config=SimpleNamespace(additional_config={}),
+            weight_transfer_engine=None,
         )
         flip = arena.flip if is_reversible else self._copy
         self.stager = HostStagingWorker(worker, self.shadow, flip)

@@ -22,6 +22,7 @@ class HostMemory:
         self.at_hand: torch.device | None = None
         self._extents: dict[int, int] = {}
         self._shown: list[torch.Tensor] = []  # nothing else gets their addresses
+        self._freed: set[int] = set()
         self.exported: dict[bytes, int] = {}
         self.num_maps = 0
         self.mapped: set[int] = set()
@@ -34,6 +35,13 @@ class HostMemory:
         for tensor in tensors.values():
             storage = tensor.untyped_storage()
             self._extents[storage.data_ptr()] = storage.nbytes()
+
+    def free(self, tensor: torch.Tensor) -> None:
+        """Give the storage of a tensor back: it can no more be exported.
+
+        Whoever has mapped it may still read it.
+        """
+        self._freed.add(tensor.untyped_storage().data_ptr())
 
     def settle(self, devices: Iterable[torch.device]) -> None:
         self.settled.append(set(devices))
@@ -52,6 +60,8 @@ class HostMemory:
 
     def export(self, address: int) -> bytes:
         assert self.at_hand is not None, "of whichever device is the current one"
+        if address in self._freed:
+            raise TransferFault("cuIpcGetMemHandle: CUDA_ERROR_INVALID_VALUE (1)")
         handle = address.to_bytes(HANDLE_BYTES, "big")
         self.exported[handle] = address
         return handle

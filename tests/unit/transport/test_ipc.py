@@ -26,7 +26,7 @@ from vllm.inflight.transport.buckets.reassembly import Destination
 from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.transport.cuda_ipc import handles
 from vllm.inflight.transport.cuda_ipc.driver import HANDLE_BYTES, CudaMemory
-from vllm.inflight.transport.cuda_ipc.handles import Exports, Mappings
+from vllm.inflight.transport.cuda_ipc.handles import Exports, Lender, Mappings
 
 ANOTHER = "another process"
 
@@ -108,6 +108,48 @@ def test_memory_is_mapped_once_and_unmapped_when_it_is_no_longer_lent(
     assert len(memory.mapped) == 2
     engine.finish_weight_update()
     assert memory.mapped == {second["a"].data_ptr()}
+
+
+@pytest.mark.usefixtures("packs_nothing")
+def test_memory_stays_mapped_while_the_trainer_that_lent_it_has_it(
+    memory: HostMemory,
+) -> None:
+    engine, lender = worker(memory), Lender(memory)
+    kept, others = torch.randn(40), [torch.randn(41 + number) for number in range(3)]
+    memory.show({str(number): t for number, t in enumerate([kept, *others])})
+
+    def update(*tensors: torch.Tensor) -> None:
+        engine.start_weight_update()
+        for number, tensor in enumerate(tensors):
+            plain = lender.lend([tensor]).plain | {"process": ANOTHER}
+            info = TensorList.of([(str(number), tensor)]).update_info
+            receive(engine, json.loads(json.dumps(info | {"exports": plain})))
+        engine.finish_weight_update()
+
+    for named in ([kept], others, [kept], [others[1]]):
+        update(*named)
+    assert memory.mapped == {tensor.data_ptr() for tensor in [kept, *others]}
+    assert memory.num_maps == 4
+    memory.free(others[0])
+    update(others[1])
+    assert memory.mapped == {t.data_ptr() for t in [kept, *others[1:]]}
+    # What another trainer had lent is released at its update.
+    update_of_another = lent({"a": torch.randn(3)}, memory)
+    update_of_another["exports"]["process"] = "a third one"
+    engine.start_weight_update()
+    receive(engine, update_of_another)
+    engine.finish_weight_update()
+    assert len(memory.mapped) == 1
+
+
+@pytest.mark.parametrize("held", [7, "!", "AAAA", None])
+def test_held_memory_without_whole_handles_is_rejected(
+    memory: HostMemory, held: Any
+) -> None:
+    info = lent({"a": torch.randn(40)}, memory)
+    info["exports"]["held"] = held
+    with pytest.raises(ValueError, match=r"'held' is handles of 64 bytes each"):
+        worker(memory).parse_update_info(info)
 
 
 @pytest.mark.usefixtures("packs_nothing")

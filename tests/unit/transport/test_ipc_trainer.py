@@ -248,10 +248,16 @@ class WithManifest(Five):
 class Lender(IpcTrainer):
     """A trainer whose host memory is known as soon as it is lent."""
 
+    process: str | None = None
+    """Whose memory it says that this is; None: as it is, of this process."""
+
     def _lendable(self, chunk: Any) -> Any:
         assert isinstance(self._memory, HostMemory)
         self._memory.show(dict(chunk))
-        return super()._lendable(chunk)
+        info, held = super()._lendable(chunk)
+        if self.process is not None:
+            info["exports"]["process"] = self.process
+        return info, held
 
 
 def delta_lender(source: Source, client: Four, memory: HostMemory) -> Lender:
@@ -296,6 +302,24 @@ def test_a_delta_is_lent_and_has_only_what_changed(
     assert digests(before.items()) == digests(named.items())
     assert lender.deltas is not None and lender.deltas.last is not None
     assert lender.deltas.last.is_delta
+
+
+def test_no_memory_that_a_trainer_has_is_unmapped_while_it_sends_deltas(
+    memory: HostMemory, named: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A trainer keeps its last deltas, so each of them lies elsewhere.
+    client = WithManifest(worker(memory))
+    lender = delta_lender(Source(named), client, memory)
+    lender.process = "another process"
+    unmapped: list[int] = []
+    monkeypatch.setattr(memory, "unmap", unmapped.append)
+    name = max(named, key=lambda one: named[one].nbytes)
+    for _ in range(4):
+        lender.send_weights()
+        client.engine._mappings.drop_unnamed()  # as an update ends
+        named[name].view(-1).view(torch.uint8)[0] += 1
+    assert memory.num_maps > 3
+    assert unmapped == []
 
 
 @pytest.mark.parametrize("every", [0, 2])

@@ -3,7 +3,7 @@
 Upstream's allocator is a stand-in that remembers what it was asked: it needs a GPU.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +11,9 @@ import pytest
 import torch
 
 from tests.support.shadow_on_host import Sets, shows, version
+from tests.support.transports import lent_to
+from tests.support.transports.host_memory import HostMemory
+from tests.unit.transport.test_ipc import lent
 from tests.unit.worker.test_arena import limit
 from vllm.inflight.errors import ArenaFault, ArenaTorn, ConfigError
 from vllm.inflight.worker.integrity.outside_writes import overwritten
@@ -65,6 +68,26 @@ class Worker:
 def worker(asked: list[str]) -> Iterator[Worker]:
     with Arena.open(torch.device("cpu"), 1 << 26) as arena:
         yield Worker(arena)
+
+
+@pytest.mark.parametrize(
+    "sleep",
+    [lambda backend: backend.suspend(1), lambda backend: backend.discard(("weights",))],
+)
+def test_a_sleep_unmaps_the_memory_of_a_trainer(
+    worker: Worker, sleep: Callable[[SleepBackend], None]
+) -> None:
+    memory = HostMemory()
+    named = {"a": torch.randn(40)}
+    transport = lent_to.worker(memory)
+    lent_to.receive(transport, lent(named, memory))
+    assert memory.mapped == {named["a"].data_ptr()}
+    worker.sets.stager.worker.weight_transfer_engine = transport
+    sleep(worker.backend)
+    assert not memory.mapped
+    # It is mapped again by the next update.
+    lent_to.receive(transport, lent(named, memory))
+    assert memory.mapped == {named["a"].data_ptr()}
 
 
 def test_a_level_1_sleep_restores_every_weight_at_its_address(

@@ -18,18 +18,19 @@ from vllm.inflight.patch.records.record import Patch
 
 # ------------------------------------------------------------------ RequestOutput
 def _with_epochs(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _weight_version_spans(self: upstream.RequestState) -> Any:
-        from vllm.inflight.outputs.spans import decoded
+    # Here, and not in the function, which runs for every token of every stream.
+    from vllm.inflight.outputs.spans import decoded
 
+    def _weight_version_spans(self: upstream.RequestState) -> Any:
         return decoded(original(self), self.lora_request)
 
     return _weight_version_spans
 
 
 def _of_reports(_: None) -> Callable[..., Any]:
-    def _weight_version_spans(self: upstream.RequestState) -> Any:
-        from vllm.inflight.outputs.spans import decoded
+    from vllm.inflight.outputs.spans import decoded
 
+    def _weight_version_spans(self: upstream.RequestState) -> Any:
         spans = ReplyState.of(self).spans(num_tokens(self))
         return decoded(spans, self.lora_request)
 
@@ -43,14 +44,14 @@ def num_tokens(state: upstream.RequestState) -> int:
 
 
 def _on_every_chunk(original: Callable[..., Any]) -> Callable[..., Any]:
+    from vllm.inflight.outputs.spans import followed
+
     def _new_completion_output(
         self: Any,
         token_ids: list[int],
         finish_reason: upstream.FinishReason | None,
         stop_reason: int | str | None,
     ) -> Any:
-        from vllm.inflight.outputs.spans import followed
-
         output = original(self, token_ids, finish_reason, stop_reason)
         if output.weight_versions is None:
             output.weight_versions = self._weight_version_spans()
@@ -103,13 +104,16 @@ def _take_trails(original: Callable[..., Any]) -> Callable[..., Any]:
 
         ended = upstream.FinishReason.ABORT, upstream.FinishReason.ERROR
         for output in engine_core_outputs:
+            reason, params = output.finish_reason, output.kv_transfer_params
+            is_pooled = output.pooling_output is not None
+            if reason is None and params is None and not is_pooled:
+                continue  # a token, as nearly all outputs are
             state = self.request_states.get(output.request_id)
             if state is not None:
-                if output.finish_reason in ended:
+                if reason in ended:
                     _end(state, output)
-                elif output.pooling_output is not None and weight_version is not None:
+                elif is_pooled and weight_version is not None:
                     ReplyState.of(state).pooled_stamp = weight_version
-            params = output.kv_transfer_params
             if params is None or KV_FIELD not in params:
                 continue
             trail = params.pop(KV_FIELD)
@@ -190,7 +194,6 @@ def _ended_is_an_error(original: Callable[..., Any]) -> Callable[..., Any]:
         *args: object,
         **kwargs: object,
     ) -> Any:
-
         if pooling_output is not None:
             error = kwargs.get("error") or _error_of(finish_reason, stop_reason)
             kwargs["error"] = error
@@ -203,7 +206,8 @@ def _ended_is_an_error(original: Callable[..., Any]) -> Callable[..., Any]:
             *args,
             **kwargs,
         )
-        _label_pooled(self, made)
+        if pooling_output is not None:
+            _label_pooled(self, made)
         return made
 
     return make_request_output
@@ -236,7 +240,8 @@ def _ended_raises(original: Callable[..., Any]) -> Callable[..., Any]:
         )
         if error is not None and made is not None:
             made.error = error  # an `LLM` reads no queue
-        _label_pooled(self, made)
+        if pooling_output is not None:
+            _label_pooled(self, made)
         return made
 
     return make_request_output

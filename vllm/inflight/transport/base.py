@@ -110,6 +110,9 @@ class StagedEngine(upstream.WeightTransferEngine):
         del update_info
         return nullcontext()
 
+    def unmap(self) -> None:
+        """Remove mappings of a trainer's memory, which are kept between updates."""
+
     @property
     def gauges(self) -> dict[str, float]:
         """What a status report says of this transport."""

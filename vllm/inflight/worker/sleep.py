@@ -12,6 +12,8 @@ Either level gives the shadow weights back, and with them the rollback target. W
 engine wakes up, they get memory again, as a copy of the live weights. If there is no
 room then, the next update tries again. With delta staging, the log of changed elements
 is given back in this way, and upstream's pools hold the live weights.
+
+Memory of a trainer is unmapped, so that the trainer can use what it has freed of it.
 """
 
 from __future__ import annotations
@@ -89,6 +91,7 @@ class SleepBackend(upstream.CuMemBackend):
         return HostCopy(arena, beside(arena, lost))
 
     def _give_back(self, *, keeps_weights: bool) -> None:
+        self._staging.unmap()
         if self._arena is None:
             self._staging.forget(served=not keeps_weights)
             self._shadow.stale.update(self._shadow.required)

@@ -1,7 +1,7 @@
 """Exports: the places of a trainer's tensors, for another process of the host.
 
-A trainer makes them with `Exports.of`. They travel as plain data in an `update_info`,
-and a worker finds the tensors with `Mappings.find`.
+A trainer makes them with a `Lender`. They travel as plain data in an `update_info`, and
+a worker finds the tensors with `Mappings.find`.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import base64
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -52,6 +52,9 @@ class Exports:
     events: tuple[bytes, ...] = ()
     """Handles of the events that the tensors are ready after. A trainer of this package
     has none, because it waits before it exports."""
+    held: frozenset[bytes] = frozenset()
+    """Handles of other allocations that were lent before and still exist. A worker
+    keeps them mapped."""
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], memory: SharedMemory) -> Self:
@@ -107,6 +110,7 @@ class Exports:
             tuple(places),
             tuple(bases),
             tuple(events),
+            _held(body.get("held", "")),
         )
 
     @property
@@ -119,23 +123,61 @@ class Exports:
             "places": [list(place) for place in self.places],
             "bases": list(self.bases),
             "events": [base64.b64encode(handle).decode() for handle in self.events],
+            "held": base64.b64encode(b"".join(sorted(self.held))).decode(),
         }
+
+
+class Lender:
+    """Exports tensors of this process, and tells what it has lent before and still has.
+
+    A trainer lends other memory at each update: it keeps the last deltas, for example.
+    A worker that unmaps memory stops decoding meanwhile. So it shall unmap only what
+    does not exist any more, and a trainer gets all memory back that it frees.
+    """
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._memory = memory
+        self._lent: dict[bytes, tuple[torch.device, int]] = {}
+        """Handle → device and address of an allocation."""
+
+    def lend(self, tensors: Sequence[torch.Tensor]) -> Exports:
+        """Export contiguous tensors; raises as `Exports.of` does."""
+        exports = Exports.of(tensors, self._memory)
+        self._lent = {
+            handle: where for handle, where in self._lent.items() if self._has(handle)
+        }
+        held = self._lent.keys() - set(exports.handles)
+        for tensor, (index, _) in zip(tensors, exports.places, strict=True):
+            if tensor.numel():
+                where = tensor.device, exports.bases[index]
+                self._lent[exports.handles[index]] = where
+        return replace(exports, held=frozenset(held))
+
+    def _has(self, handle: bytes) -> bool:
+        """Whether an allocation still exists."""
+        device, base = self._lent[handle]
+        try:
+            with self._memory.at(device):
+                return self._memory.export(base) == handle
+        except TransferFault:
+            return False
 
 
 class Mappings:
     """The allocations of other processes that this process has mapped.
 
     Mapping takes longer than reading, so mappings are kept between updates. After an
-    update, the mappings that it did not use are removed.
+    update, the mappings are removed that it did not use, unless it has named them as
+    held.
     """
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
         self._mapped: dict[tuple[str, bytes], Extent] = {}
         self._named: set[tuple[str, bytes]] = set()
-        """What the update has used."""
+        """What the update has used or named."""
         self._named_now: set[tuple[str, bytes]] = set()
-        """What the call under way has used."""
+        """What the call under way has used or named."""
 
     def __len__(self) -> int:
         return len(self._mapped)
@@ -158,6 +200,7 @@ class Mappings:
                 "the trainer is on another host, whose memory cannot be mapped here; "
                 "use the backend inflight_nccl"
             )
+        self._name(exports.process, exports.held)
         extents = [
             self._extent(exports.process, handle, base)
             for handle, base in zip(exports.handles, exports.bases, strict=True)
@@ -179,7 +222,7 @@ class Mappings:
         return addresses
 
     def begin(self) -> None:
-        """Begin an update: only what its first call uses counts as used yet.
+        """Begin an update: only what its first call names counts as named yet.
 
         An update begins with the first write, which is within its first call.
         """
@@ -190,7 +233,7 @@ class Mappings:
         self._named_now.clear()
 
     def drop_unnamed(self) -> None:
-        """Unmap what the update did not use; raises the first failure, if any."""
+        """Unmap what the update did not name; raises the first failure, if any."""
         failure: TransferFault | None = None
         for key in self._mapped.keys() - self._named:
             try:
@@ -206,12 +249,17 @@ class Mappings:
         self.begin()
         self.drop_unnamed()
 
+    def _name(self, owner: str, handles: Iterable[bytes]) -> None:
+        """Keep mappings of a process, as far as there are some, after the update."""
+        keys = {(owner, handle) for handle in handles}
+        self._named |= keys
+        self._named_now |= keys
+
     def _extent(self, owner: str, handle: bytes, base: int) -> Extent:
         if owner == process():
             return self._memory.extent(base)
         key = owner, handle
-        self._named.add(key)
-        self._named_now.add(key)
+        self._name(owner, (handle,))
         if key not in self._mapped:
             try:
                 self._mapped[key] = self._memory.map(handle)
@@ -241,6 +289,21 @@ def _handle(text: object) -> bytes:
             f"a handle is {HANDLE_BYTES} bytes in base64, not {text!r:.80}"
         )
     return handle
+
+
+def _held(text: object) -> frozenset[bytes]:
+    """Handles that follow each other in one text."""
+    octets: bytes | None = None
+    if isinstance(text, str):
+        with suppress(ValueError):
+            octets = base64.b64decode(text, validate=True)
+    if octets is None or len(octets) % HANDLE_BYTES:
+        raise ValueError(
+            f"'held' is handles of {HANDLE_BYTES} bytes each, in base64, not "
+            f"{text!r:.80}"
+        )
+    starts = range(0, len(octets), HANDLE_BYTES)
+    return frozenset(octets[start : start + HANDLE_BYTES] for start in starts)
 
 
 def _number(value: object, key: str) -> int:

@@ -168,7 +168,7 @@ class IpcEngine(StagedEngine):
         self._timeout_s = init_info.timeout_s
 
     def start_weight_update(self) -> None:
-        """Begin an update, with a wait time of 0 and no used mappings."""
+        """Begin an update, with a wait time of 0 and no named mappings."""
         super().start_weight_update()
         if (receiver := self._receiver) is not None:
             receiver.window.total_s = 0.0
@@ -205,10 +205,15 @@ class IpcEngine(StagedEngine):
             mappings.end_call()
 
     def finish_weight_update(self) -> None:
-        """Pack the last layers, and unmap memory that this update did not use."""
+        """Pack the last layers, and unmap memory that this update did not name."""
         super().finish_weight_update()
         if (mappings := self._mappings) is not None:
             mappings.drop_unnamed()
+
+    def unmap(self) -> None:
+        """Remove all mappings; the next update maps what it uses."""
+        if (mappings := self._mappings) is not None:
+            mappings.close()
 
     @property
     def gauges(self) -> dict[str, float]:

@@ -365,6 +365,12 @@ class StagingWorker:
                 self.versions = self.versions._replace(served=Held())
             self._scrub = None
 
+    def unmap(self) -> None:
+        """Let a trainer have memory that it has freed; no update may be under way."""
+        transport = self.worker.weight_transfer_engine
+        if isinstance(transport, StagedEngine) and not self.is_busy:
+            transport.unmap()
+
     def let_go(self) -> None:
         """Return when nothing is at work on the shadow weights.
 
