@@ -13,6 +13,7 @@ from tests.support.shadow_on_host import (
     start_checkpoint,
     version,
 )
+from vllm.inflight.worker import replay_check
 from vllm.inflight.worker.replay_plan import Plan
 from vllm.inflight.worker.shadow import parameters
 from vllm.inflight.worker.staging import destination_table
@@ -156,6 +157,27 @@ def test_one_wrong_entry_does_not_have_all_others_proved_one_by_one():
     assert shadow.plan.num_proved == len(with_norms()) - 1
     halvings = len(with_norms()).bit_length()
     assert counted.num_calls <= 2 + 2 * halvings
+
+
+class Reversing(Norms):
+    """Its loader reverses ten norms, if they have memory."""
+
+    def _load_norm(self, param, tensor):
+        is_one = any(param is norm for norm in self.norms[10:20])
+        is_one &= not param.is_meta
+        param.data.copy_(tensor.flip(0) if is_one else tensor)
+
+
+def test_one_line_of_the_log_names_entries_that_are_wrong(monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr(
+        replay_check.logger, "error", lambda text, *args: told.append(text % args)
+    )
+    assert fill_table(hollow(Reversing, with_norms())) is not None
+    (line,) = told
+    names = ", ".join(f"norms.{n}" for n in range(10, 14))
+    assert f"10 tensors ({names} and 6 more)" in line
+    assert "another --inflight-staging" in line
 
 
 def test_the_log_tells_how_long_recording_and_proving_took(monkeypatch):

@@ -141,8 +141,15 @@ class Moody(Model):
         param.data.narrow(0, shard * HIDDEN, HIDDEN).copy_(tensor)
 
 
-def test_a_record_of_the_start_that_is_wrong_is_not_replayed(arena):
+def test_a_record_of_the_start_that_is_wrong_is_not_replayed(arena, monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr(
+        replay_check.logger, "error", lambda text, *args: told.append(text % args)
+    )
     sets = started(arena, Moody)
+    (line,) = told
+    assert "2 tensors (attention.k, attention.q)" in line
+    assert "the first update" in line and "report this" in line
     assert sets.shadow.plan.known("attention.q") is None
     assert sets.shadow.plan.known("attention.v").is_proved
     update(sets, 1)

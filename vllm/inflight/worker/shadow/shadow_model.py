@@ -479,8 +479,17 @@ class ShadowModel:
             device = self.device if has_room else torch.device("cpu")
             return parameters.lent_memory(module, names, device)
 
+        consequence = (
+            "the first update takes them through their loaders, and records them again"
+            if self.log is None
+            else "delta staging cannot update the parameters that they fill; choose "
+            "another --inflight-staging for this model"
+        )
+        check = ReplayCheck(
+            self.plan, params, self.load, lend=lend, consequence=consequence
+        )
         with torch.no_grad():
-            ReplayCheck(self.plan, params, self.load, lend=lend).run()
+            check.run()
         self.plan.confirm()  # those without room for a check stay recorded, too
 
     def spare_bytes(self) -> float:
