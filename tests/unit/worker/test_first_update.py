@@ -297,6 +297,17 @@ def test_without_room_for_patterns_the_first_update_proves_the_plan(arena):
     assert shadow.plan.num_proved == sets.intake.num_in_place == EVERYTHING
 
 
+def test_the_first_update_proves_what_the_start_had_no_time_for(arena, monkeypatch):
+    monkeypatch.setattr(replay_check, "BATCH_BYTES", 1)
+    monkeypatch.setattr(destination_table, "MOST_PROOF_S", 0)
+    sets = started(arena)
+    plan = sets.shadow.plan
+    assert plan.num_proved == 0 and len(plan) == EVERYTHING
+    update(sets, 1, Batches)
+    assert plan.is_checked and plan.num_proved == EVERYTHING
+    assert sets.intake.num_in_place == EVERYTHING
+
+
 def test_only_what_there_was_no_room_for_is_left_to_the_first_update(
     arena, monkeypatch
 ):
