@@ -186,9 +186,8 @@ def test_one_line_of_the_log_names_entries_that_are_wrong(monkeypatch):
 def late(monkeypatch, kind=Norms, names=None, num_batches=2) -> tuple[Any, list[str]]:
     """A shadow model whose proof has time for some batches alone; what was logged."""
     told: list[str] = []
-    monkeypatch.setattr(
-        destination_table.logger, "warning", lambda text, *args: told.append(text % args)
-    )
+    logger = destination_table.logger
+    monkeypatch.setattr(logger, "warning", lambda text, *args: told.append(text % args))
     monkeypatch.setattr(replay_check, "BATCH_BYTES", 1)
     times = iter(range(1000))
     clock = SimpleNamespace(monotonic=lambda: float(next(times)))
@@ -221,7 +220,7 @@ def test_the_next_update_proves_what_the_start_had_no_time_for(monkeypatch):
     assert not seen
 
 
-def test_a_wrong_entry_that_the_start_had_no_time_for_is_found_by_an_update(monkeypatch):
+def test_a_wrong_entry_that_was_not_looked_at_is_found_by_an_update(monkeypatch):
     shadow, _ = late(monkeypatch, Confused, num_batches=1)
     assert shadow.plan.known("norms.7") is not None
     ShadowModel.prove(shadow, lambda num_bytes: None)
