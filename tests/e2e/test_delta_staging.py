@@ -60,6 +60,7 @@ from vllm.inflight.trainer import Publisher
 from vllm.inflight.worker.delta import dense
 from vllm.inflight.worker.memory.placement import Placement
 from vllm.inflight.worker.shadow import shadow_model
+from vllm.inflight.worker.staging import destination_table
 from vllm.inflight.worker.staging.thread import StagingThread
 from vllm.inflight.worker.staging.worker import StagingWorker
 
@@ -780,6 +781,23 @@ def test_auto_takes_a_log_where_two_sets_do_not_fit(
         llm.collective_rpc(fail_as_it_writes)
     llm.update_weights_from_disk(str(new), "new")  # it fills lost weights in place
     assert greedy(llm) == fresh
+
+
+def test_the_first_update_proves_the_places_that_the_start_had_no_time_for(
+    start, old, new, fresh, monkeypatch
+):
+    monkeypatch.setattr(destination_table, "MOST_PROOF_S", 0)
+    llm = delta_engine(start, old)
+    plan = shadow_of(llm).plan
+    assert plan.num_proved == 0
+    assert llm.weight_info()["staging"]["unproved"] == len(plan) > 0
+    first = greedy(llm)
+    llm.update_weights_from_disk(str(new), "new")
+    assert greedy(llm) == fresh
+    assert plan.num_proved == len(plan)
+    assert llm.weight_info()["staging"]["unproved"] == 0
+    llm.rollback_weights()
+    assert greedy(llm) == first
 
 
 def test_auto_is_as_it_was_where_one_set_is_not_possible(

@@ -69,6 +69,8 @@ class Status:
     """Names of tensors that filled no parameter of this rank; None: not told."""
     replayed: int | None = None
     """Tensors that are loaded by the replay plan."""
+    unproved: int | None = None
+    """Tensors that the plan has, and that wait for the replay check."""
     in_place: int | None = None
     """Tensors that were received straight into shadow parameters."""
     error: dict[str, Any] | None = None

@@ -281,6 +281,14 @@ def test_what_engines_hold_for_updates_is_told_in_all(
     assert wrong(findings) == []
 
 
+def test_places_that_are_not_proved_yet_are_a_note():
+    sizes = {"bytes": 3 << 30, "host_bytes": 0, "has_logs": False, "reason": None}
+    staging = {"staging": sizes | {"unproved": 7}}
+    finding = found(healthy(num_engines=2, weight_info=SERVED | staging))["staging"]
+    assert finding.state is State.NOTE
+    assert "the places of 7 tensors are not proved yet" in finding.found
+
+
 def test_without_a_worker_extension_there_is_no_finding_about_one():
     assert "worker extension" not in found(healthy())
     served = SERVED | {"worker_extension": None}

@@ -18,7 +18,7 @@ from vllm.inflight import delta, ops
 from vllm.inflight.delta import reference
 from vllm.inflight.delta.decode import DecodedPart
 from vllm.inflight.delta.encode import VALUES
-from vllm.inflight.errors import Malformed
+from vllm.inflight.errors import Conflict, Malformed
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -232,6 +232,37 @@ def test_a_device_encodes_decodes_and_digests_as_the_host_does():
     succeeds(f"{__name__}:check")
 
 
+def check_changed_meanwhile() -> None:
+    """Runs where TRITON_INTERPRET was set before Triton was imported."""
+    from vllm.inflight.delta.device_encode import Compared, DeviceSearch
+
+    size, other = 9_000, integers(random_bits(torch.int8, 500))
+    for dtype, share in ((torch.int16, 0.01), (torch.float32, 0.7)):
+        for is_more in (True, False):
+            old = random_bits(dtype, size)
+            before = integers(old)
+            now = integers(with_changes(old, scattered(size, share), most=100))
+            pairs = [(other, other + 1), (before, now), (other, other + 1)]
+            coder = coder_of("auto")
+            compared = [Compared(0, 0, *pair) for pair in pairs]
+            search = DeviceSearch(compared, coder._limit)
+            search.wait()
+            search.number_from(0)
+            now.copy_(before + 1 if is_more else before)
+            entries, torn = search.entries(0, len(search.blocks.counts))
+            assert torn.item() == 1
+            for end in (slice(len(other)), slice(-len(other), None)):
+                assert torch.equal(entries.places[end], torch.arange(len(other)).int())
+                assert entries.differences[end].eq(1).all()
+            with pytest.raises(Conflict, match="changed while they were compared"):
+                list(coder._encode(search))
+
+
+@pytest.mark.seconds
+def test_weights_that_change_while_they_are_compared_are_told_and_overwrite_nothing():
+    succeeds(f"{__name__}:check_changed_meanwhile")
+
+
 def compile_kernels() -> None:
     """Compile every kernel for a GPU that need not be there."""
     from vllm.inflight.delta import triton_kernels as codec
@@ -252,7 +283,10 @@ def compile_kernels() -> None:
             (codec._count, rows | {"counts": "*i32"} | found),
             (
                 codec._compact,
-                rows | found | {"firsts": long} | entries | {"first_program": "i32"},
+                rows
+                | {"counts": "*i32", **found, "firsts": long}
+                | entries
+                | {"torn": long, "first_program": "i32"},
             ),
         ):
             compile_for_gpu(kernel, arguments, [*search])

@@ -1,6 +1,7 @@
 """The destination table is recorded without memory, and proved before it is used."""
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,11 @@ from tests.support.shadow_on_host import (
     start_checkpoint,
     version,
 )
+from vllm.inflight.errors import Cancelled
+from vllm.inflight.worker import replay_check
 from vllm.inflight.worker.replay_plan import Plan
 from vllm.inflight.worker.shadow import parameters
+from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.staging import destination_table
 from vllm.inflight.worker.staging.destination_table import fill_table
 from vllm.inflight.worker.verify.start_checkpoint import StartCheckpoint
@@ -156,6 +160,87 @@ def test_one_wrong_entry_does_not_have_all_others_proved_one_by_one():
     assert shadow.plan.num_proved == len(with_norms()) - 1
     halvings = len(with_norms()).bit_length()
     assert counted.num_calls <= 2 + 2 * halvings
+
+
+class Reversing(Norms):
+    """Its loader reverses ten norms, if they have memory."""
+
+    def _load_norm(self, param, tensor):
+        is_one = any(param is norm for norm in self.norms[10:20])
+        is_one &= not param.is_meta
+        param.data.copy_(tensor.flip(0) if is_one else tensor)
+
+
+def test_one_line_of_the_log_names_entries_that_are_wrong(monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr(
+        replay_check.logger, "error", lambda text, *args: told.append(text % args)
+    )
+    assert fill_table(hollow(Reversing, with_norms())) is not None
+    (line,) = told
+    names = ", ".join(f"norms.{n}" for n in range(10, 14))
+    assert f"10 tensors ({names} and 6 more)" in line
+    assert "another --inflight-staging" in line
+
+
+def late(monkeypatch, kind=Norms, names=None, num_batches=2) -> tuple[Any, list[str]]:
+    """A shadow model whose proof has time for some batches alone; what was logged."""
+    told: list[str] = []
+    logger = destination_table.logger
+    monkeypatch.setattr(logger, "warning", lambda text, *args: told.append(text % args))
+    monkeypatch.setattr(replay_check, "BATCH_BYTES", 1)
+    times = iter(range(1000))
+    clock = SimpleNamespace(monotonic=lambda: float(next(times)))
+    monkeypatch.setattr(destination_table, "time", clock)
+    monkeypatch.setattr(destination_table, "MOST_PROOF_S", num_batches + 0.5)
+    shadow = hollow(kind, names or with_norms())
+    assert fill_table(shadow) is None
+    return shadow, told
+
+
+def test_the_start_of_an_engine_waits_for_the_proof_for_a_limited_time(monkeypatch):
+    shadow, told = late(monkeypatch)
+    plan, num = shadow.plan, len(with_norms())
+    assert 0 < plan.num_proved < num and len(plan) == num
+    (line,) = told
+    assert f"{plan.num_proved} tensors are proved, and those of" in line
+    assert f"of {plan.num_unproved} are not" in line
+    assert all(param.is_meta for param in shadow.module.parameters())
+
+
+def test_the_next_update_proves_what_the_start_had_no_time_for(monkeypatch):
+    shadow, _ = late(monkeypatch)
+    shadow.plan.drop_unconfirmed()  # an update begins with this
+    num_proved, seen = shadow.plan.num_proved, list[int]()
+    ShadowModel.prove(shadow, seen.append)
+    assert shadow.plan.num_proved == len(with_norms()) > num_proved
+    assert len(seen) > 1, "it rests between two batches"
+    seen.clear()
+    ShadowModel.prove(shadow, seen.append)
+    assert not seen
+
+
+def test_a_wrong_entry_that_was_not_looked_at_is_found_by_an_update(monkeypatch):
+    shadow, _ = late(monkeypatch, Confused, num_batches=1)
+    assert shadow.plan.known("norms.7") is not None
+    ShadowModel.prove(shadow, lambda num_bytes: None)
+    assert shadow.plan.known("norms.7") is None
+    assert shadow.plan.num_proved == len(with_norms()) - 1
+
+
+def test_an_update_that_ends_during_its_proof_keeps_what_it_has_proved(monkeypatch):
+    shadow, _ = late(monkeypatch)
+    num_proved = shadow.plan.num_proved
+
+    def abort(num_bytes: int) -> None:
+        raise Cancelled("the update was aborted")
+
+    with pytest.raises(Cancelled):
+        ShadowModel.prove(shadow, abort)
+    assert shadow.plan.num_proved == num_proved
+    assert all(param.is_meta for param in shadow.module.parameters())
+    ShadowModel.prove(shadow, lambda num_bytes: None)
+    assert shadow.plan.num_proved == len(with_norms())
 
 
 def test_the_log_tells_how_long_recording_and_proving_took(monkeypatch):

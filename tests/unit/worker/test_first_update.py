@@ -141,8 +141,15 @@ class Moody(Model):
         param.data.narrow(0, shard * HIDDEN, HIDDEN).copy_(tensor)
 
 
-def test_a_record_of_the_start_that_is_wrong_is_not_replayed(arena):
+def test_a_record_of_the_start_that_is_wrong_is_not_replayed(arena, monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr(
+        replay_check.logger, "error", lambda text, *args: told.append(text % args)
+    )
     sets = started(arena, Moody)
+    (line,) = told
+    assert "2 tensors (attention.k, attention.q)" in line
+    assert "the first update" in line and "report this" in line
     assert sets.shadow.plan.known("attention.q") is None
     assert sets.shadow.plan.known("attention.v").is_proved
     update(sets, 1)
@@ -288,6 +295,17 @@ def test_without_room_for_patterns_the_first_update_proves_the_plan(arena):
     assert len(shadow.plan) == EVERYTHING and shadow.plan.num_proved == 0
     update(sets, 1, Batches)
     assert shadow.plan.num_proved == sets.intake.num_in_place == EVERYTHING
+
+
+def test_the_first_update_proves_what_the_start_had_no_time_for(arena, monkeypatch):
+    monkeypatch.setattr(replay_check, "BATCH_BYTES", 1)
+    monkeypatch.setattr(destination_table, "MOST_PROOF_S", 0)
+    sets = started(arena)
+    plan = sets.shadow.plan
+    assert plan.num_proved == 0 and len(plan) == EVERYTHING
+    update(sets, 1, Batches)
+    assert plan.is_checked and plan.num_proved == EVERYTHING
+    assert sets.intake.num_in_place == EVERYTHING
 
 
 def test_only_what_there_was_no_room_for_is_left_to_the_first_update(

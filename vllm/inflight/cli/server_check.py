@@ -191,7 +191,13 @@ def _staging(engines: list[Facts]) -> Iterator[Finding]:
         found = f"shadow weights of {size}"
         if any(each["has_logs"] for each in told):
             found = f"a log of {size}, which goes on in up to {on_host} of host memory"
-        yield Finding("staging", found)
+        # A server of an older release does not tell this.
+        if num := max(each.get("unproved", 0) for each in told):
+            found += (
+                f"; the places of {num} tensors are not proved yet: the next update "
+                "proves them before it writes, and takes longer"
+            )
+        yield Finding("staging", found, State.NOTE if num else State.GOOD)
 
 
 def _extension(engines: list[Facts]) -> Iterator[Finding]:

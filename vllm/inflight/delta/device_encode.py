@@ -32,6 +32,7 @@ from vllm.inflight.delta.part import (
     block_elements,
 )
 from vllm.inflight.delta.reference import CHUNK_BYTES
+from vllm.inflight.errors import Conflict
 from vllm.inflight.ops.arriving import Arriving, to_host
 
 MOST_ENTRIES = 8 * MAX_ELEMENTS
@@ -141,17 +142,18 @@ class DeviceCoder:
         for first, end in blocks.batches():
             few = blocks.part(first, end)
             start = int(blocks.counts[:first].sum())
-            self._keep(few, entries.part(start, start + int(few.counts.sum())))
+            own = entries.part(start, start + int(few.counts.sum()))
+            self._keep(_encoded(few, own, self._values, torch.zeros_like(places[:1])))
 
     def _encode(self, found: DeviceSearch) -> Iterator[None]:
         """Encode what a search has found, a batch at each step."""
         for first, end in found.blocks.batches():
             blocks = found.blocks.part(first, end)
-            self._keep(blocks, found.entries(first, end))
+            entries, torn = found.entries(first, end)
+            self._keep(_encoded(blocks, entries, self._values, torn))
             yield
 
-    def _keep(self, blocks: _Blocks, entries: _Entries) -> None:
-        encoded = _encoded(blocks, entries, self._values)
+    def _keep(self, encoded: _Encoded) -> None:
         self._waiting.append(encoded)
         self._num_bytes += int(encoded.num_bytes.sum())
 
@@ -219,8 +221,9 @@ class DeviceSearch:
     """Counts the changes of all blocks of some tensors, then brings them.
 
     The GPU counts while the host does something else, until it calls `wait`. The
-    tensors must not change before their changes are encoded. A block has a whole number
-    of programs.
+    tensors must not change before their changes are encoded. If one does all the same,
+    nothing is written beyond the memory of the changes, and `_encoded` raises. A block
+    has a whole number of programs.
 
     Args:
         stretches: of tensors of one device.
@@ -295,8 +298,11 @@ class DeviceSearch:
         numbers = first + np.cumsum(self.has_changed) - 1
         self.blocks = self.blocks._replace(numbers=numbers[self._owner])
 
-    def entries(self, first: int, end: int) -> _Entries:
-        """The changes of the blocks from `first` to `end`."""
+    def entries(self, first: int, end: int) -> tuple[_Entries, torch.Tensor]:
+        """The changes of the blocks from `first` to `end`.
+
+        Also an int64 [1], which is not zero if others are there than were counted.
+        """
         from vllm.inflight.delta import triton_kernels as kernels
 
         num = int(self.blocks.counts[first:end].sum())
@@ -306,17 +312,31 @@ class DeviceSearch:
         )
         programs = int(self._programs[first, 0]), int(self._programs[end - 1, 1])
         entries = _Entries(place, *bits)
+        torn = torch.zeros(1, dtype=torch.int64, device=self._device)
         for width in self._widths:
             kernels.compact(
                 *(self._rows, self._owners, self._found, self._firsts),
-                *(programs, entries, width),
+                *(programs, entries, torn, width),
                 is_aligned=self._is_aligned,
             )
-        return entries
+        return entries, torn
 
 
-def _encoded(blocks: _Blocks, entries: _Entries, values: int) -> _Encoded:
-    """The blocks of one batch, encoded; `values` is a `ValueForm`, or 0."""
+def _encoded(
+    blocks: _Blocks, entries: _Entries, values: int, torn: torch.Tensor
+) -> _Encoded:
+    """The blocks of one batch, encoded.
+
+    Args:
+        blocks: of the batch.
+        entries: of these blocks.
+        values: a `ValueForm`, or 0.
+        torn: of `DeviceSearch.entries`.
+
+    Raises:
+        Conflict: other elements differ than were counted.
+
+    """
     from vllm.inflight.delta import triton_kernels as kernels
 
     device = entries.places.device
@@ -331,8 +351,18 @@ def _encoded(blocks: _Blocks, entries: _Entries, values: int) -> _Encoded:
     sums = sums.cumsum(1)
     ends = np.cumsum(num_programs) - 1
     borders = to_device(np.stack((ends, starts, starts + blocks.counts - 1)), device)
-    columns = [sums[:, borders[0]], entries.places[borders[1:]].to(torch.int64)]
-    *found, first, last = to_host(torch.cat(columns)).numpy()
+    # `torn` comes with the numbers that the host waits for.
+    columns = [
+        sums[:, borders[0]],
+        entries.places[borders[1:]].to(torch.int64),
+        torn.expand(1, len(blocks.counts)),
+    ]
+    *found, first, last, are_torn = to_host(torch.cat(columns)).numpy()
+    if are_torn.any():
+        raise Conflict(
+            "the weights changed while they were compared with the last version",
+            remedy="Let no training step run until the update has been sent.",
+        )
     measures = np.diff(np.stack(found, 1), axis=0, prepend=0)
 
     rows = np.zeros(len(blocks.counts), dtype=ROWS)

@@ -127,13 +127,19 @@ def _bring(
     lane,
     is_wanted,
     to,
+    room,
     places,
     news,
     differences,
     INTEGER: tl.constexpr,
     PIECES: tl.constexpr,
 ):
-    """Bring the elements of these lanes that differ, from `to` on; returns the end."""
+    """Bring the elements of these lanes that differ, from `to` on, and nothing from
+    `room` on; returns the end.
+
+    The end is behind `room` if a lane differs in fewer or more elements when they are
+    brought than when they are counted here.
+    """
     old = tl.load(row).to(tl.pointer_type(INTEGER))
     new = tl.load(row + 1).to(tl.pointer_type(INTEGER))
     num = tl.load(row + 2)
@@ -147,36 +153,41 @@ def _bring(
         num_changed += (before != now).to(tl.int32)
     end = to + tl.sum(num_changed, 0)
     to += tl.cumsum(num_changed, 0) - num_changed
+    ends = to + num_changed
     for piece in tl.static_range(PIECES):
         at = first_of_lane + piece
         before = tl.load(old + at, mask=is_wanted & (at < num), other=0)
         now = tl.load(new + at, mask=is_wanted & (at < num), other=0)
         differs = before != now
-        tl.store(places + to, (at & in_block).to(tl.int32), mask=differs)
-        tl.store(news + to, now.to(tl.int64), mask=differs)
+        fits = differs & (to < room)
+        tl.store(places + to, (at & in_block).to(tl.int32), mask=fits)
+        tl.store(news + to, now.to(tl.int64), mask=fits)
         # The difference wraps in the element's width.
         difference = (now - before).to(INTEGER)
-        tl.store(differences + to, difference.to(tl.int64), mask=differs)
+        tl.store(differences + to, difference.to(tl.int64), mask=fits)
         to += differs.to(tl.int32)
-    return end
+    is_torn = tl.sum((to != ends).to(tl.int32), 0) > 0
+    return tl.where(is_torn, room + 1, end)
 
 
 @triton.jit(
     do_not_specialize=["first_program"],
     do_not_specialize_on_alignment=[
-        *("rows", "owners", "num_lanes", "lanes", "firsts"),
-        *("places", "news", "differences"),
+        *("rows", "owners", "counts", "num_lanes", "lanes", "firsts"),
+        *("places", "news", "differences", "torn"),
     ],
 )
 def _compact(
     rows,
     owners,
+    counts,
     num_lanes,
     lanes,
     firsts,
     places,
     news,
     differences,
+    torn,
     first_program,
     WIDTH: tl.constexpr,
     INTEGER: tl.constexpr,
@@ -192,21 +203,26 @@ def _compact(
     num = tl.where(is_own, tl.load(num_lanes + program), 0)
     first = (program - tl.load(row + 3)) * BLOCK
     to = tl.load(firsts + program) - tl.load(firsts + first_program)
+    # Other programs write behind this room. A tensor that has changed since its
+    # elements were counted has another number of them.
+    room = to + tl.where(is_own, tl.load(counts + program), 0)
     if num <= MOST:
         for start in range(0, num, STEP):
             rank = start + tl.arange(0, STEP)
             noted = tl.load(lanes + program * MOST + rank, mask=rank < num, other=0)
             to = _bring(
-                *(row, first, noted.to(tl.int32), rank < num, to),
+                *(row, first, noted.to(tl.int32), rank < num, to, room),
                 *(places, news, differences, INTEGER, PIECES),
             )
     else:
         for start in range(0, BLOCK // PIECES, LANES):
             every = start + tl.arange(0, LANES)
             to = _bring(
-                *(row, first, every, every >= 0, to),
+                *(row, first, every, every >= 0, to, room),
                 *(places, news, differences, INTEGER, PIECES),
             )
+    if to != room:
+        tl.store(torn, 1)
 
 
 @triton.jit
@@ -699,6 +715,7 @@ def compact(
     firsts: torch.Tensor,
     programs: tuple[int, int],
     entries: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    torn: torch.Tensor,
     width: int,
     *,
     is_aligned: bool,
@@ -712,12 +729,13 @@ def compact(
         firsts: for each program, the elements that differ before; int64.
         programs: the first program that brings elements, and the end.
         entries: get the places in the block, the new bits, and the differences.
+        torn: int64 [1]; gets 1 if other elements differ than were counted.
         width: bytes of an element.
         is_aligned: whether all addresses are multiples of 16.
 
     """
     _compact[(programs[1] - programs[0],)](
-        *(rows, owners, found.num_lanes, found.lanes, firsts, *entries, programs[0]),
+        *(rows, owners, *found, firsts, *entries, torn, programs[0]),
         **_options(width, is_aligned=is_aligned),
     )
 

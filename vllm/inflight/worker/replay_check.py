@@ -43,6 +43,8 @@ PIECE = 1 << 24
 memory. Fewer need more calls of torch, and each call waits for the interpreter while
 another thread decodes.
 """
+MOST_NAMED = 4
+"""Most wrong entries that a message names."""
 MARGIN_BYTES = 512 << 20
 """Bytes of a GPU's free memory that are never used."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -67,6 +69,7 @@ class ReplayCheck:
         between: called after each batch with the bytes written so far. An exception
             from it ends the check; entries checked by then stay checked.
         lend: lends memory to the parameters of a batch; by default they have their own.
+        consequence: what becomes of tensors whose entries are wrong, for the log.
 
     """
 
@@ -77,8 +80,10 @@ class ReplayCheck:
         load: Load,
         between: Callable[[int], None] = lambda num_bytes: None,
         lend: Lend | None = None,
+        consequence: str = "these go through their loaders at every update",
     ) -> None:
         self._plan = plan
+        self._consequence = consequence
         self._params = params
         self._lend = lend
         self._load = load
@@ -99,18 +104,28 @@ class ReplayCheck:
         self._plan.reject(self._ambiguous())
         wrong: set[str] = set()
         unproved = [(n, e) for n, e in self._plan.items() if not e.is_proved]
-        for batch in batches(unproved):
-            found = self._wrong(batch)
-            self._plan.reject(found)
-            wrong |= found
-        if wrong and self._lend is None:
-            logger.error(
-                "the replay plan disagrees with the model's loaders for %d tensors "
-                "(%s): these go through their loaders at every update, which is slower",
-                len(wrong),
-                ", ".join(sorted(wrong)[:4]),
-            )
+        try:
+            for batch in batches(unproved):
+                found = self._wrong(batch)
+                self._plan.reject(found)
+                wrong |= found
+        finally:
+            if wrong:
+                self._tell(wrong)
         self._plan.note_checked()
+
+    def _tell(self, wrong: set[str]) -> None:
+        """Log which entries are wrong, and what follows."""
+        num_more = len(wrong) - MOST_NAMED
+        more = f" and {num_more} more" if num_more > 0 else ""
+        logger.error(
+            "the replay plan disagrees with the model's loaders for %d tensors "
+            "(%s%s): %s. Please report this with the name of the model",
+            len(wrong),
+            ", ".join(sorted(wrong)[:MOST_NAMED]),
+            more,
+            self._consequence,
+        )
 
     def _ambiguous(self) -> set[str]:
         """Tensors that write to the same elements: their order decides.

@@ -146,6 +146,11 @@ class Plan:
         """How many tensors are loaded by replay."""
         return sum([entry.is_proved for entry in self._entries.values()])
 
+    @property
+    def num_unproved(self) -> int:
+        """How many recorded tensors wait for the replay check."""
+        return len(self) - self.num_proved
+
     def items(self) -> Iterable[tuple[str, Entry]]:
         """(name, entry) of every recorded tensor."""
         return self._entries.items()
@@ -254,7 +259,7 @@ class Plan:
     @property
     def is_checked(self) -> bool:
         """Whether every entry has been checked since the entries changed."""
-        return self._checked == self.number and self.num_proved == len(self)
+        return self._checked == self.number and not self.num_unproved
 
     def move_in(self, params: Mapping[str, torch.Tensor]) -> None:
         """Replay from now on into these parameters, what was recorded without them.
@@ -267,7 +272,7 @@ class Plan:
             self._rejected.clear()
             for name, entry in self._entries.items():
                 self._entries[name] = located(entry, params)
-            if self.num_proved == len(self):
+            if not self.num_unproved:
                 self.note_checked()
 
     def reject(self, names: Iterable[str]) -> None:

@@ -259,6 +259,8 @@ _INFO: dict[str, Schema] = _VERSION | {
             "host_bytes": COUNT
             | {"description": "The most host memory that the logs go on in."},
             "has_logs": FLAG,
+            "unproved": COUNT
+            | {"description": "Tensors whose places the next update proves first."},
             "reason": _TEXT_OR_NULL | {"description": "Why there is no staging."},
         },
     },

@@ -199,6 +199,8 @@ class UpdateMonitor:
                 update.sent = with_written(statuses[0].sent, statuses)
                 update.num_bytes = sum(status.bytes for status in statuses)
                 update.num_replayed = max(status.replayed or 0 for status in statuses)
+                unproved = max(status.unproved or 0 for status in statuses)
+                self._ranks.num_unproved = unproved
                 for part in SPENT:
                     spent = [status.spent_s(part) for status in statuses]
                     if known := [seconds for seconds in spent if seconds is not None]:

@@ -97,6 +97,9 @@ class Ranks:
         """Most bytes of host memory that the logs of delta staging go on in."""
         self.has_logs = any(reply.get("has_log") for reply in replies)
         """Whether ranks have one set of weights, and a log of what changes."""
+        self.num_unproved = max([0, *(reply.get("unproved", 0) for reply in replies)])
+        """Tensors of a rank whose places the next update has to prove; the most of all
+        ranks."""
         self.is_reversible = all(reply["is_reversible"] for reply in replies)
         """Whether every rank keeps the version before a commit as rollback target."""
         self.has_mtp = any(reply.get("has_mtp") for reply in replies)
@@ -137,11 +140,13 @@ class Ranks:
     @property
     def staging(self) -> dict[str, Any]:
         """Where updates are staged: `bytes` of shadow weights, or of logs; the most
-        `host_bytes` that logs go on in; or the `reason` why there is no staging."""
+        `host_bytes` that logs go on in; tensors whose places are `unproved`; or the
+        `reason` why there is no staging."""
         return {
             "bytes": self.nbytes,
             "host_bytes": self.host_bytes,
             "has_logs": self.has_logs,
+            "unproved": self.num_unproved,
             "reason": self.reason,
         }
 

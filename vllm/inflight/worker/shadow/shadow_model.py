@@ -338,6 +338,12 @@ class ShadowModel:
         return self.nbytes if self.log is None else self.log.capacity
 
     @property
+    def num_unproved(self) -> int:
+        """Tensors whose places the next update proves before it writes."""
+        is_used = self.plan.is_replayed or self.log is not None
+        return self.plan.num_unproved if is_used else 0
+
+    @property
     def host_bytes(self) -> int:
         """Most bytes of host memory that the log goes on in."""
         return 0 if self.log is None else self.log.host_capacity
@@ -448,20 +454,26 @@ class ShadowModel:
     def prove(self, between: Callable[[int], None]) -> None:
         """Check the recorded loads that are not checked yet; see replay_check.py.
 
-        The check writes into this tree. An exception from `between` ends it.
+        The check writes into this tree; with delta staging it has memory of its own. An
+        exception from `between` ends it.
         """
-        if self.module is None or not self.plan.is_replayed or self.plan.is_checked:
+        if self.module is None or self.plan.is_checked:
+            return
+        if self.log is not None:
+            self.learn(between)
+        if not self.plan.is_replayed:
             return
         params = dict(self.module.named_parameters())
         check = ReplayCheck(self.plan, params, self.load, between)
         self.stale.update(check.begun())
         check.run()
 
-    def learn(self) -> None:
+    def learn(self, between: Callable[[int], None] = lambda num_bytes: None) -> None:
         """Check the recorded loads that are not checked yet, in memory of their own.
 
         The parameters of the tree are on `meta`. What the device has no room for is
-        checked on the host; with two sets of weights, by the next update.
+        checked on the host; with two sets of weights, by the next update. For `between`
+        see `ReplayCheck`.
         """
         module = self.module
         assert module is not None
@@ -479,8 +491,19 @@ class ShadowModel:
             device = self.device if has_room else torch.device("cpu")
             return parameters.lent_memory(module, names, device)
 
+        consequence = (
+            "the first update takes them through their loaders, and records them again"
+            if self.log is None
+            else "delta staging cannot update the parameters that they fill; choose "
+            "another --inflight-staging for this model"
+        )
+        check = ReplayCheck(
+            *(self.plan, params, self.load, between),
+            lend=lend,
+            consequence=consequence,
+        )
         with torch.no_grad():
-            ReplayCheck(self.plan, params, self.load, lend=lend).run()
+            check.run()
         self.plan.confirm()  # those without room for a check stay recorded, too
 
     def spare_bytes(self) -> float:

@@ -9,6 +9,9 @@ With shadow parameters the table is the replay plan: the first update is replaye
 is not in the table is loaded by the first update, and recorded then. With delta staging
 no update is loaded, so every element needs its place in the table.
 
+The proof of a large model may take longer than an engine should wait. After some time
+the engine starts all the same. The next update then proves the rest before it writes.
+
 Quantised layers are left out: upstream processes them at every whole update, and what
 it has made of them is compared as a whole. Where a delta may change them, kept_table.py
 finds out.
@@ -29,6 +32,9 @@ from vllm.inflight.worker.replay_plan import Entry
 from vllm.inflight.worker.shadow.parameters import lent_memory
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.staging.coverage import Coverage, Fill
+
+MOST_PROOF_S = 60.0
+"""Most seconds that the start of an engine waits for the proof."""
 
 MOST_NAMED = 4
 """Most parameters that a message names."""
@@ -55,8 +61,10 @@ def fill_table(shadow: ShadowModel) -> str | None:
     if is_logged:
         _record_for_log(shadow)
         recorded = time.monotonic()
-        shadow.learn()
-        if short := _not_filled(shadow, is_proved=True):
+        is_whole = _prove(shadow)
+        # A place that is recorded and not proved yet may still turn out to be wrong.
+        # Updates are rejected then.
+        if short := _not_filled(shadow, is_proved=is_whole):
             num_more = len(short) - MOST_NAMED
             more = f" and {num_more} more" if num_more > 0 else ""
             return (
@@ -64,7 +72,7 @@ def fill_table(shadow: ShadowModel) -> str | None:
                 f"{', '.join(short[:MOST_NAMED])}{more}"
             )
     else:
-        recorded = _fill_plan(shadow)
+        recorded, is_whole = _fill_plan(shadow)
     logger.info(
         "%s: the places of %d tensors are proved; to find them took %.1f s, and to "
         "prove them %.1f s",
@@ -73,7 +81,36 @@ def fill_table(shadow: ShadowModel) -> str | None:
         recorded - began,
         time.monotonic() - recorded,
     )
+    if not is_whole:
+        logger.warning(
+            "the proof of the replay plan was ended after %.0f s, so that the engine "
+            "starts: the places of %d tensors are proved, and those of %d are not. The "
+            "next update proves these before it writes, and takes longer",
+            MOST_PROOF_S,
+            shadow.plan.num_proved,
+            shadow.plan.num_unproved,
+        )
     return None
+
+
+class _TimeIsUp(Exception):
+    """The start of the engine waits no longer for the proof."""
+
+
+def _prove(shadow: ShadowModel) -> bool:
+    """Prove what is recorded; returns whether there was enough time for all of it."""
+    ends = time.monotonic() + MOST_PROOF_S
+
+    def between(num_bytes: int) -> None:
+        if time.monotonic() >= ends:
+            raise _TimeIsUp
+
+    try:
+        shadow.learn(between)
+    except _TimeIsUp:
+        shadow.plan.confirm()  # the next update proves it
+        return False
+    return True
 
 
 def _record_for_log(shadow: ShadowModel) -> None:
@@ -91,18 +128,19 @@ def _record_for_log(shadow: ShadowModel) -> None:
             Trace(shadow).run_one_by_one()
 
 
-def _fill_plan(shadow: ShadowModel) -> float:
+def _fill_plan(shadow: ShadowModel) -> tuple[float, bool]:
     """Record and prove the replay plan; the first update records what fails here.
 
     Returns:
-        when it was recorded, on the clock of `time.monotonic`.
+        when it was recorded, on the clock of `time.monotonic`; and whether there was
+        enough time for the proof.
 
     """
     assert shadow.module is not None
     module, plan = shadow.module, shadow.plan
     names = {name for name, _ in module.named_parameters()}
     plan.is_replayed = False  # no entry holds the memory that is lent
-    recorded = time.monotonic()
+    recorded, is_whole = time.monotonic(), True
     try:
         with torch.no_grad(), lent_memory(module, names, torch.device("meta")):
             trace = Trace(shadow)
@@ -110,14 +148,14 @@ def _fill_plan(shadow: ShadowModel) -> float:
             recorded = time.monotonic()
             if trace.is_of_single_tensors and trace.unsure is not None:
                 plan.reject(trace.unsure)
-                shadow.learn()
+                is_whole = _prove(shadow)
             else:
                 plan.forget()
     except Exception:  # loaders raise many kinds of errors, and memory may be missing
         logger.warning("the replay plan is left to the first update", exc_info=True)
         plan.forget()
     plan.move_in(dict(module.named_parameters()))
-    return recorded
+    return recorded, is_whole
 
 
 class Trace:

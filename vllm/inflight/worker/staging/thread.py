@@ -548,6 +548,7 @@ class StagingThread(Background):
             unfilled=intake.unfilled,
             bytes=intake.num_bytes,
             replayed=shadow.plan.num_proved,
+            unproved=shadow.num_unproved,
             in_place=intake.num_in_place,
             state="staged",
         )

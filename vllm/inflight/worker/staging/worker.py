@@ -232,6 +232,7 @@ class StagingWorker:
             "bytes": self.shadow.staging_bytes,
             "host_bytes": self.shadow.host_bytes,
             "has_log": self.shadow.log is not None,
+            "unproved": self.shadow.num_unproved,
             "is_reversible": self.shadow.is_reversible,
             "has_drafter": self.shadow.has_drafter,
             "has_mtp": getattr(self.shadow.live, "is_mtp", False),
