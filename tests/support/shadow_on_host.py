@@ -169,6 +169,7 @@ def shadow_of(live: torch.nn.Module, second: torch.nn.Module) -> Any:
         quantised=set(),
         kept=Plan(is_replayed=False),
         unkept={},
+        computed={},
         tables={},
         views={},
     )

@@ -7,7 +7,8 @@ memory. What a loader would write is recorded, and proved with index patterns
 
 With shadow parameters the table is the replay plan: the first update is replayed. What
 is not in the table is loaded by the first update, and recorded then. With delta staging
-no update is loaded, so every element needs its place in the table.
+every element needs its place in the table, but for those of parameters that a loader
+computes: scratch.py finds out whether these can be loaded beside the live ones.
 
 Quantised layers are left out: upstream processes them at every whole update, and what
 it has made of them is compared as a whole. Where a delta may change them, kept_table.py
@@ -17,7 +18,7 @@ finds out.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from math import prod
@@ -29,6 +30,7 @@ from vllm.inflight.worker.replay_plan import Entry
 from vllm.inflight.worker.shadow.parameters import lent_memory
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.staging.coverage import Coverage, Fill
+from vllm.inflight.worker.staging.scratch import find_computed
 
 MOST_NAMED = 4
 """Most parameters that a message names."""
@@ -53,16 +55,11 @@ def fill_table(shadow: ShadowModel) -> str | None:
         return None
     began = time.monotonic()
     if is_logged:
-        _record_for_log(shadow)
+        filled = _record_for_log(shadow)
         recorded = time.monotonic()
         shadow.learn()
-        if short := _not_filled(shadow, is_proved=True):
-            num_more = len(short) - MOST_NAMED
-            more = f" and {num_more} more" if num_more > 0 else ""
-            return (
-                "its loader does not only copy what fills "
-                f"{', '.join(short[:MOST_NAMED])}{more}"
-            )
+        if (reason := _computed_obstacle(shadow, filled)) is not None:
+            return reason
     else:
         recorded = _fill_plan(shadow)
     logger.info(
@@ -76,19 +73,52 @@ def fill_table(shadow: ShadowModel) -> str | None:
     return None
 
 
-def _record_for_log(shadow: ShadowModel) -> None:
+def _record_for_log(shadow: ShadowModel) -> dict[str, set[str]]:
     """Record where tensors are served, with delta staging.
 
     Each call of a model's loader walks through the whole model. So all tensors are
     given in one call, and only what that has not shown is given tensor by tensor.
+
+    Returns:
+        tensor → the parameters that it fills.
+
     """
     with torch.no_grad():
         trace = Trace(shadow)
         trace.run()
+        filled = trace.filled
         if not trace.is_of_single_tensors:
             shadow.plan.forget()
+            filled = {}
         if _not_filled(shadow, is_proved=False):
-            Trace(shadow).run_one_by_one()
+            trace = Trace(shadow)
+            trace.run_one_by_one()
+            filled |= trace.filled
+        return filled
+
+
+def _computed_obstacle(
+    shadow: ShadowModel, filled: Mapping[str, set[str]]
+) -> str | None:
+    """Why parameters that loaders compute cannot be updated; None if they can.
+
+    Args:
+        shadow: the shadow model, whose plan has been proved.
+        filled: tensor → the parameters that it fills.
+
+    """
+    if not (short := _not_filled(shadow, is_proved=True)):
+        return None
+    with torch.no_grad(), shadow.device:
+        wrong = find_computed(shadow, short, filled)
+    if not wrong:
+        return None
+    num_more = len(wrong) - MOST_NAMED
+    more = f" and {num_more} more" if num_more > 0 else ""
+    return (
+        "its loader does not make of the start checkpoint's tensors alone all of what "
+        f"fills {', '.join(wrong[:MOST_NAMED])}{more}"
+    )
 
 
 def _fill_plan(shadow: ShadowModel) -> float:
@@ -137,6 +167,8 @@ class Trace:
         self._coverage = Coverage(
             shadow.module, shadow.required, set(), (), shadow.device
         )
+        self.filled: dict[str, set[str]] = {}
+        """Tensor → the parameters that it fills."""
         self._current: str | None = None
         """The tensor that the loader has now."""
         self._is_rejected = False
@@ -230,8 +262,10 @@ class Trace:
             self._current, self._is_rejected = name, False
             yield name, tensor
             coverage.handed = coverage.entry = self._current = None
-            is_cut = entry.num_unread and shadow.is_alone
-            if not (self._is_rejected or is_cut):
+            if entry.num_unread and shadow.is_alone:
+                continue
+            self.filled[name] = set(coverage.touched)
+            if not self._is_rejected:
                 shadow.plan.keep(name, entry)
 
     def _is_loaded(self, name: str) -> bool:
