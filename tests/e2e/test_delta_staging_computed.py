@@ -20,6 +20,7 @@ from tests.e2e.test_delta_staging import (  # noqa: F401 (one is a fixture)
 )
 from tests.e2e.test_delta_staging_sleep import giving_back  # noqa: F401 (a fixture)
 from tests.e2e.test_sleep import may_sleep
+from tests.support.deltas import stepped
 from tests.support.engines import oracle
 from tests.support.engines.probe import greedy
 from vllm.inflight.errors import WeightsMismatch
@@ -119,6 +120,41 @@ def test_a_tensor_that_nothing_can_be_computed_of_is_rejected_by_name(
     assert rejection.value.tensors == [LOGARITHM]
     assert (llm.weight_info()["digest"], greedy(llm)) == (digest, before)
     oracle.check(llm, folder)
+
+
+def test_a_delta_changes_what_a_loader_computes_with(llm, folder, weights, tmp_path):
+    """A chain of deltas, a rollback, and the last one again."""
+    with Publisher(llm, lambda: weights, delta="always") as to:
+        to.publish("whole")
+        told = [(greedy(llm), llm.weight_info()["digest"])]
+        for seed in range(2):
+            weights = stepped(weights, seed)
+            # Of eight elements a step may change none.
+            weights[LOGARITHM] = weights[LOGARITHM].clone()
+            weights[LOGARITHM][seed : seed + 2] -= 0.5
+            assert to.publish(f"delta-{seed}").is_delta
+            told.append((greedy(llm), llm.weight_info()["digest"]))
+            oracle.check(llm, written(weights, folder, tmp_path))
+            assert llm.verify_weights()["result"] == "equal"
+        to.rollback()
+        assert (greedy(llm), llm.weight_info()["digest"]) == told[1]
+        assert to.publish("again").is_delta
+        assert (greedy(llm), llm.weight_info()["digest"]) == told[2]
+    with Publisher(llm, lambda: weights, delta="off") as to:
+        to.publish("whole")
+    assert (greedy(llm), llm.weight_info()["digest"]) == told[2]
+    assert len({str(tokens) for tokens, _ in told}) == 3
+
+
+def test_a_delta_of_which_infinity_is_computed_is_rejected_by_name(llm, weights):
+    with Publisher(llm, lambda: weights, delta="always") as to:
+        to.publish("whole")
+        before, digest = greedy(llm), llm.weight_info()["digest"]
+        weights[LOGARITHM][3] = 1e4
+        with pytest.raises(WeightsMismatch, match="makes 1 numbers of it") as rejection:
+            to.publish("wrong")
+        assert rejection.value.tensors == [LOGARITHM]
+        assert (greedy(llm), llm.weight_info()["digest"]) == (before, digest)
 
 
 def test_a_computed_parameter_that_is_lost_is_filled_in_place(llm, folder):

@@ -448,6 +448,12 @@ class ShadowModel:
         assert self.module is not None
         return loader_of(self.module, self.classifier)(self.module, weights)
 
+    def computed_with(self, names: Iterable[str]) -> set[str]:
+        """Tensors of `computed`, and those that share a parameter with one."""
+        params = set().union(*(self.computed[name] for name in names))
+        made_of = self.computed.items()
+        return {name for name, filled in made_of if not params.isdisjoint(filled)}
+
     def prove(self, between: Callable[[int], None]) -> None:
         """Check the recorded loads that are not checked yet; see replay_check.py.
 

@@ -50,7 +50,7 @@ from vllm.inflight.worker.staging.coverage import Coverage, Fill
 from vllm.inflight.worker.staging.scratch import Scratch
 from vllm.inflight.worker.staging.throttle import undirected
 from vllm.inflight.worker.verify.checks import Problem, TensorChecks, rejection
-from vllm.inflight.worker.verify.content import Content
+from vllm.inflight.worker.verify.content import Content, Facts
 from vllm.inflight.worker.verify.drift import Sampler
 from vllm.inflight.yielding import with_breaks
 
@@ -390,6 +390,8 @@ class UpdateLoader:
             return
         if self.coverage.num_loads == before:
             self.unfilled.append(name)
+        if self._verify:
+            self._scratch.keep(name, tensor)
         for param, content in whole.items():
             if not self._allow_nonfinite:
                 made_of = self._shadow.computed.items()
@@ -760,13 +762,8 @@ class UpdateLoader:
         names = {n for n in names - self._manifest.tensors.keys() if n in tensors}
         if not names:
             return
-        specs = {
-            name: TensorSpec(name, shape, dtype, ops.Digest(*digest).hex())
-            for name in sorted(names)
-            for dtype, shape, digest in (facts[name],)
-        }
-        self._checks.expect(specs)
-        self._load_all((name, tensors[name]) for name in specs)
+        self._expect(sorted(names), facts)
+        self._load_all((name, tensors[name]) for name in sorted(names))
 
     def verdict(self) -> Content:
         """The content of the update; raises `WeightsMismatch` unless it can be served.
@@ -808,7 +805,7 @@ class UpdateLoader:
             raise self._mismatch(is_end=True)
         self._digest_written()
         self._shadow.plan.confirm()
-        return Content(checks.facts(), samples, self._kept)
+        return Content(checks.facts(), samples, self._kept | self._scratch.kept)
 
     def _require_written_once(self) -> None:
         """Raise `WeightsMismatch` if an element that a method has written itself was
@@ -839,10 +836,42 @@ class UpdateLoader:
         """The content of what a delta changes; raises as `verdict` does."""
         with undirected():
             problems = writer.problems()
-            if not problems:
-                return writer.content()
+        if not problems:
+            self._compute_again(writer.computed)
+            return writer.content(self._scratch.kept)
         wrong = {name: Problem(cause, why) for name, cause, why in problems}
         raise rejection({}, wrong, [], [], {}, num_asked=0)
+
+    def _compute_again(self, changed: Mapping[str, torch.Tensor]) -> None:
+        """Load the tensors of `shadow.computed` that a delta has changed.
+
+        Those that share a parameter with one are loaded again, too.
+
+        Args:
+            changed: the tensors, whole.
+
+        Raises:
+            WeightsMismatch: what is made of a tensor cannot be served.
+
+        """
+        if not changed:
+            return
+        assert self._served is not None
+        facts, kept = self._served.facts, self._served.tensors
+        rest = sorted(self._shadow.computed_with(changed) - changed.keys())
+        self._expect(rest, facts)
+        self._load_all([*changed.items(), *((name, kept[name]) for name in rest)])
+        self.require_accepted()
+
+    def _expect(self, names: Iterable[str], facts: Mapping[str, Facts]) -> None:
+        """Accept tensors of the served version beside those that are announced."""
+        self._checks.expect(
+            {
+                name: TensorSpec(name, shape, dtype, ops.Digest(*digest).hex())
+                for name in names
+                for dtype, shape, digest in (facts[name],)
+            }
+        )
 
     def require_finite(self) -> None:
         """Raise `WeightsMismatch` if a loader has computed NaN or Inf from finite

@@ -6,6 +6,9 @@ of its queries and keys. Such a parameter is loaded by its own loader, into memo
 large as the parameter. Once all of its tensors have come, the result is compared with
 what is served, and the memory is free again.
 
+Small tensors of this kind are kept as they came, in host memory. So a delta may change
+elements of them: the changed tensor is made whole, and goes the same way.
+
 When the engine starts, each of these parameters is loaded twice, into memory of
 different content. What depends on that, or is not filled, cannot be loaded so.
 """
@@ -18,6 +21,7 @@ from contextlib import contextmanager
 import torch
 
 from vllm.inflight import ops, upstream
+from vllm.inflight.ops.arriving import to_host
 from vllm.inflight.worker.integrity.scrub import digests_of
 from vllm.inflight.worker.replay_check import MARGIN_BYTES
 from vllm.inflight.worker.replay_plan import Entry
@@ -27,6 +31,9 @@ from vllm.inflight.worker.staging.coverage import Coverage
 
 LARGEST = 8
 """The numbers of a trial are below this: no loader overflows at their exponential."""
+
+KEPT_SHARE = 256
+"""Tensors are kept if all of them take at most this part of the weights' bytes."""
 
 logger = upstream.init_logger(__name__)
 
@@ -47,6 +54,10 @@ class Scratch:
         self._shadow, self._coverage, self._content = shadow, coverage, content
         self._held: dict[str, torch.nn.Parameter] = {}
         """Parameters that are not whole yet."""
+        self.kept: dict[str, torch.Tensor] = {}
+        """Tensors as they came, on the host."""
+        num_bytes = sum(tensor.nbytes for _, tensor in _hollow(shadow))
+        self._has_room = num_bytes <= shadow.nbytes // KEPT_SHARE
 
     def load(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """Load a tensor of `shadow.computed`.
@@ -67,6 +78,11 @@ class Scratch:
         whole = [param for param in params if not coverage.fills[param].missing]
         return {param: self._held.pop(param).data for param in whole}
 
+    def keep(self, name: str, tensor: torch.Tensor) -> None:
+        """Keep a copy of a tensor for a later delta, if all of them are small."""
+        if self._has_room:
+            self.kept[name] = to_host(tensor) if tensor.is_cuda else tensor.clone()
+
     @contextmanager
     def _lent(self, params: Collection[str]) -> Iterator[None]:
         """Context: these parameters have memory, and what was loaded into it."""
@@ -77,7 +93,7 @@ class Scratch:
                 self._held[name] = param
                 param.fill_(self._content)
         held = {name: self._held[name] for name in params}
-        with standing_in(module, held), self._coverage.watching():
+        with standing_in(module, held), self._coverage.watching_memory():
             yield
 
     def _device(self, params: Iterable[str]) -> torch.device:
@@ -128,6 +144,16 @@ def find_computed(
     return sorted(wrong)
 
 
+def _hollow(shadow: ShadowModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of `shadow.computed`, as in the start checkpoint but without
+    content."""
+    for name in shadow.computed:
+        shape, dtype = shadow.start_checkpoint.known[name]
+        assert shape is not None and dtype is not None
+        form = tuple(shape), getattr(torch, dtype)
+        yield name, torch.empty(form[0], dtype=form[1], device="meta")
+
+
 def _trial(shadow: ShadowModel, content: int) -> dict[str, ops.Digest]:
     """Load all computed parameters from random numbers, the same at each trial.
 
@@ -142,11 +168,9 @@ def _trial(shadow: ShadowModel, content: int) -> dict[str, ops.Digest]:
     found: dict[str, ops.Digest] = {}
     coverage.watch(lambda weights: None)
     try:
-        for name in shadow.computed:
-            shape, dtype = shadow.start_checkpoint.known[name]
-            assert shape is not None and dtype is not None
-            drawn = torch.rand(tuple(shape), generator=generator, device="cpu")
-            tensor = drawn.mul_(LARGEST).to(getattr(torch, dtype))
+        for name, hollow in _hollow(shadow):
+            drawn = torch.rand(hollow.shape, generator=generator, device="cpu")
+            tensor = drawn.mul_(LARGEST).to(hollow.dtype)
             try:
                 whole = scratch.load(name, tensor)
             except torch.OutOfMemoryError:
