@@ -169,6 +169,7 @@ def shadow_of(live: torch.nn.Module, second: torch.nn.Module) -> Any:
         quantised=set(),
         kept=Plan(is_replayed=False),
         unkept={},
+        computed={},
         tables={},
         views={},
     )
@@ -176,6 +177,7 @@ def shadow_of(live: torch.nn.Module, second: torch.nn.Module) -> Any:
     made.spare_bytes = lambda: math.inf
     made.learn = partial(ShadowModel.learn, made)
     made.note_changed = partial(ShadowModel.note_changed, made)
+    made.computed_with = partial(ShadowModel.computed_with, made)
     made.forget_changed = partial(ShadowModel.forget_changed, made)
     return made
 

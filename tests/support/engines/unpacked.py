@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 import vllm._custom_ops as custom_ops
 from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as of_moe
@@ -22,6 +23,8 @@ def unpack() -> None:
     """
     custom_ops._supports_onednn = False
     utils.check_cpu_sgl_kernel = lambda *_: False
+    # Else convolutions are packed in bf16.
+    torch.cpu._is_avx512_bf16_supported = lambda: False
     if CAN_UNPACK_EXPERTS:
         from tests.support.engines.unpacked_experts import select
 
@@ -32,10 +35,12 @@ def unpack() -> None:
 def unpacked() -> Iterator[None]:
     """Context: layers of models that are loaded multiply with their own weights."""
     kept = custom_ops._supports_onednn, utils.check_cpu_sgl_kernel
+    multiplies_bf16 = torch.cpu._is_avx512_bf16_supported
     select = of_moe.select_unquantized_moe_backend
     unpack()
     try:
         yield
     finally:
         custom_ops._supports_onednn, utils.check_cpu_sgl_kernel = kept
+        torch.cpu._is_avx512_bf16_supported = multiplies_bf16
         of_moe.select_unquantized_moe_backend = select

@@ -155,8 +155,8 @@ def test_one_wrong_entry_does_not_have_all_others_proved_one_by_one():
     counted = calls_of(Confused)
     shadow = hollow(counted, with_norms())
     counted.num_calls = 0
-    reason = fill_table(shadow)
-    assert reason is not None and reason.endswith("what fills norms.7")
+    assert fill_table(shadow) is None
+    assert shadow.computed == {"norms.7": {"norms.7"}}
     assert shadow.plan.num_proved == len(with_norms()) - 1
     halvings = len(with_norms()).bit_length()
     assert counted.num_calls <= 2 + 2 * halvings
@@ -253,17 +253,39 @@ def test_the_log_tells_how_long_recording_and_proving_took(monkeypatch):
     assert re.search(r"to find them took [\d.]+ s, and to prove them [\d.]+ s", line)
 
 
-class Computing(Model):
-    """Its loader computes what it writes of the norm."""
+def with_norm_of(load) -> type[Model]:
+    """The model whose norm has this loader."""
 
-    def __init__(self, empty) -> None:
-        super().__init__(empty)
-        self.norm.weight_loader = lambda param, t: param.data.copy_(-t.exp())
+    class Made(Model):
+        def __init__(self, empty) -> None:
+            super().__init__(empty)
+            self.norm.weight_loader = load
+
+    return Made
 
 
-def test_a_parameter_that_a_loader_computes_is_named():
-    reason = fill_table(hollow(Computing))
-    assert reason is not None and reason.endswith("what fills norm")
+def test_a_parameter_that_a_loader_computes_is_found():
+    shadow = hollow(with_norm_of(lambda param, t: param.data.copy_(-t.exp())))
+    assert fill_table(shadow) is None
+    assert shadow.computed == {"norm": {"norm"}}
+    assert shadow.plan.num_proved == len(version(0)) - 1
+    assert all(param.is_meta for param in shadow.module.parameters())
+
+
+class Turning(Model):
+    """Its loader turns one of three matrices that share a parameter."""
+
+    def _load_shard(self, param, tensor, shard):
+        turned = tensor.t().contiguous() if shard == 1 else tensor
+        param.data.narrow(0, shard * HIDDEN, HIDDEN).copy_(turned)
+
+
+def test_a_parameter_is_computed_of_all_of_its_tensors():
+    shadow = hollow(Turning)
+    assert fill_table(shadow) is None
+    names = {"attention.q", "attention.k", "attention.v"}
+    assert shadow.computed == {name: {"attention.qkv"} for name in names}
+    assert not any(map(shadow.plan.known, names))
 
 
 class Moody(Model):
@@ -274,9 +296,37 @@ class Moody(Model):
         param.data.narrow(0, shard * HIDDEN, HIDDEN).copy_(turned)
 
 
-def test_a_record_that_the_loader_does_not_repeat_is_found():
-    reason = fill_table(hollow(Moody))
-    assert reason is not None and "attention.qkv" in reason
+def test_what_a_record_does_not_show_is_left_to_the_loader():
+    shadow = hollow(Moody)
+    assert fill_table(shadow) is None
+    assert set().union(*shadow.computed.values()) == {"attention.qkv"}
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda param, t: param.data.copy_(param.data + t),
+        lambda param, t: param.data[1:].copy_(-t[1:]),
+        lambda param, t: param.data.add_(t),
+    ],
+    ids=["it adds to what was there", "it writes a part", "it writes unseen"],
+)
+def test_a_parameter_that_is_not_made_of_its_tensors_alone_is_named(load):
+    reason = fill_table(hollow(with_norm_of(load)))
+    assert reason is not None and reason.endswith("all of what fills norm")
+
+
+class Twice(Model):
+    """Its loader computes a whole parameter of each of three tensors."""
+
+    def _load_shard(self, param, tensor, shard):
+        param.data.narrow(0, shard * HIDDEN, HIDDEN).copy_(tensor)
+        param.data.copy_(-param)
+
+
+def test_a_parameter_whose_tensors_depend_on_their_order_is_named():
+    reason = fill_table(hollow(Twice))
+    assert reason is not None and reason.endswith("fills attention.qkv")
 
 
 def test_a_parameter_that_no_tensor_fills_is_named():

@@ -38,6 +38,12 @@ def test_rounding_functions_run_on_the_device_where_a_fresh_engine_runs_them():
     assert seen(of_the_parameter, HOST, ELSEWHERE) == [HOST] * 2
 
 
+def test_a_parameter_without_memory_is_left_where_it_is():
+    param = torch.zeros(2, 3, device="meta")
+    with LoaderRounding((param, HOST)):
+        assert torch.exp(param).is_meta
+
+
 def test_tensors_that_a_loader_made_are_freed_during_rounding():
     with LoaderRounding((torch.ones(4), HOST)) as arithmetic:
         kept = [torch.exp(torch.ones(4)) for _ in range(3)]

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -25,11 +26,17 @@ from numpy.typing import NDArray
 
 from vllm.inflight import ops
 from vllm.inflight.delta import Changes, Part
-from vllm.inflight.delta.decode import Numbers, decode_unproved
+from vllm.inflight.delta.decode import (
+    DecodedPart,
+    Numbers,
+    apply,
+    decode_unproved,
+)
 from vllm.inflight.delta.device_decode import Launches
 from vllm.inflight.delta.part import bring_tables
 from vllm.inflight.delta.parts import ArrivingParts, Pair
 from vllm.inflight.errors import Cause, DeltaUnsupported, Malformed
+from vllm.inflight.ops.arriving import to_host
 from vllm.inflight.update import TensorSpec
 from vllm.inflight.worker.delta.changed_samples import ChangedSamples
 from vllm.inflight.worker.delta.destinations import (
@@ -109,6 +116,8 @@ class DeltaWriter:
         """Changed elements that have come of each tensor."""
         self._num_written = np.zeros(len(self._specs), dtype=np.int64)
         """Of these, the elements that this rank serves."""
+        self.computed: dict[str, torch.Tensor] = {}
+        """Changed tensors of which a loader computes parameters, whole, on the host."""
         self._samples: ChangedSamples | None = None
         """Those of the version that the delta leads to; None if they are not known."""
         self._on_device: DeviceWriter | None = None
@@ -125,6 +134,7 @@ class DeltaWriter:
 
         """
         assert self._shadow.module is not None
+        self._begin_computed()
         self._targets = self._found_targets(self._shadow.module)
         for name in self.params if self._log is None else ():
             if self._new[name].device != self._live[name].device:
@@ -145,6 +155,14 @@ class DeltaWriter:
                 self._new if self._log is None else self._log,
                 self._targets,
             )
+
+    def _begin_computed(self) -> None:
+        """Copy the tensors that loaders compute with; raises as `begin`."""
+        changed = self._shadow.computed.keys() & self._facts.keys()
+        kept = self._served.tensors
+        if missing := self._shadow.computed_with(changed) - kept.keys():
+            raise self._not_a_copy(min(missing))
+        self.computed = {name: kept[name].clone() for name in changed}
 
     def take(self, pairs: Iterable[Pair]) -> None:
         """Apply the parts of one chunk.
@@ -266,10 +284,15 @@ class DeltaWriter:
         num = int(self._num_entries[number]) * holders
         return self._specs[number].name, difference, num
 
-    def content(self) -> Content:
-        """The content of the changed tensors."""
+    def content(self, tensors: Mapping[str, torch.Tensor]) -> Content:
+        """The content of the changed tensors.
+
+        Args:
+            tensors: those that are kept as they are sent.
+
+        """
         samples = None if self._samples is None else self._samples.samples()
-        return Content(self._facts, samples)
+        return Content(self._facts, samples, tensors)
 
     @functools.cached_property
     def _facts(self) -> dict[str, Facts]:
@@ -303,7 +326,9 @@ class DeltaWriter:
         plan, is_shared = self._shadow.plan, self._shadow.is_whole_over_ranks
         entry = plan.known(spec.name) or self._shadow.kept.known(spec.name)
         found = known.find(spec.name, entry)
-        is_idle = found is None and self._shadow.ignored.is_spare(spec.name)
+        # No element of a computed tensor has a place.
+        is_idle = spec.name in self.computed
+        is_idle |= found is None and self._shadow.ignored.is_spare(spec.name)
         if is_idle or (is_shared and entry is None and plan.passes_over(spec.name)):
             found = Destinations.nowhere(spec.shape, getattr(torch, spec.dtype))
         is_served = found is not None and (
@@ -312,12 +337,7 @@ class DeltaWriter:
         if facts is None or found is None or not is_served:
             if entry is not None and any(not each.is_exact for each in entry.copies):
                 raise self._of_another_dtype(spec, entry)
-            raise DeltaUnsupported(
-                f"{spec.name!r} is not served here as a copy of the checkpoint's "
-                "tensor, so a delta cannot change it element by element"
-                f"{self._why(spec.name)}",
-                tensors=[spec.name],
-            )
+            raise self._not_a_copy(spec.name)
         shape, dtype = found.form
         if found.form != (spec.shape, spec.dtype) or facts[:2] != (dtype, shape):
             raise Malformed(
@@ -325,6 +345,13 @@ class DeltaWriter:
                 f"{spec.dtype}, and {list(shape)} {dtype} of it is served"
             )
         return found, is_idle
+
+    def _not_a_copy(self, name: str) -> DeltaUnsupported:
+        return DeltaUnsupported(
+            f"{name!r} is not served here as a copy of the checkpoint's tensor, so a "
+            f"delta cannot change it element by element{self._why(name)}",
+            tensors=[name],
+        )
 
     def _why(self, name: str) -> str:
         """Why a tensor of a quantised layer is not served as a copy."""
@@ -358,6 +385,7 @@ class DeltaWriter:
         if self._on_device is None or launches is None:
             for each in changes:
                 self._write_on_host(each)
+            self._compute(changes)
             return
         self._on_device.write(changes, self._shadow.note_changed, launches)
         if self._samples is not None:
@@ -365,6 +393,18 @@ class DeltaWriter:
         launches.run()
         assert changes.fault is not None
         self._faults.append(changes.fault)
+        self._compute(changes)
+
+    def _compute(self, changes: DecodedPart) -> None:
+        """Apply the changes of tensors that loaders compute with."""
+        names = [self._specs[number].name for number in changes.numbers.tolist()]
+        if self.computed.keys().isdisjoint(names):
+            return
+        self.require_sound()  # else a place may be any number
+        for name, each in zip(names, changes, strict=True):
+            if (tensor := self.computed.get(name)) is not None:
+                places, bits = to_host(each.places), to_host(each.bits)
+                apply(replace(each, places=places, bits=bits), tensor.view(-1))
 
     def _write_on_host(self, changes: Changes) -> None:
         number, bits = changes.number, changes.bits

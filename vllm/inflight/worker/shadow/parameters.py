@@ -7,7 +7,7 @@ So a reload has no layers to pack afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -110,27 +110,44 @@ def make_hollow(
 @contextmanager
 def lent_memory(
     module: torch.nn.Module, names: set[str], device: torch.device
-) -> Iterator[dict[str, torch.Tensor]]:
+) -> Iterator[dict[str, torch.nn.Parameter]]:
     """Context: these parameters of a tree have memory on this device, or none on
     `meta`.
 
     What is written there is lost at the end.
     """
-    named = {id(p): name for name, p in module.named_parameters() if name in names}
-    lent: dict[str, torch.nn.Parameter] = {}
+    lent = lend(module, names, device)
+    with standing_in(module, lent):
+        yield lent
+
+
+def lend(
+    module: torch.nn.Module, names: Collection[str], device: torch.device
+) -> dict[str, torch.nn.Parameter]:
+    """Parameters like these of a tree, with memory on this device and no content."""
+    return {
+        name: in_place_of(param, make_empty(param, device))
+        for name, param in module.named_parameters()
+        if name in names
+    }
+
+
+@contextmanager
+def standing_in(
+    module: torch.nn.Module, lent: Mapping[str, torch.nn.Parameter]
+) -> Iterator[None]:
+    """Context: these parameters are in the places of those of a tree by their names."""
+    named = {id(p): name for name, p in module.named_parameters() if name in lent}
     replaced: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
     try:
         for layer in module.modules():
             for key, param in layer._parameters.items():
                 if param is None or (name := named.get(id(param))) is None:
                     continue
-                if name not in lent:  # tied layers share one object
-                    data = make_empty(param, device)
-                    lent[name] = in_place_of(param, data)
                 replaced.append((layer, key, param))
-                layer._parameters[key] = lent[name]
+                layer._parameters[key] = lent[name]  # tied layers share one object
         registrations.changed()
-        yield dict(lent)
+        yield
     finally:
         for layer, key, param in replaced:
             layer._parameters[key] = param

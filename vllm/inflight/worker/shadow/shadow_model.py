@@ -116,6 +116,9 @@ class ShadowModel:
         kept_table.py."""
         self.unkept: dict[str, str] = {}
         """Quantised layer → why its tensors are not in `kept`."""
+        self.computed: dict[str, frozenset[str]] = {}
+        """With delta staging: tensor → the parameters that a loader computes of it; see
+        scratch.py."""
         self.log: ChangeLog | None = None
         """What an update changes, with delta staging; there are no shadow parameters
         then."""
@@ -451,6 +454,12 @@ class ShadowModel:
         assert self.module is not None
         return loader_of(self.module, self.classifier)(self.module, weights)
 
+    def computed_with(self, names: Iterable[str]) -> set[str]:
+        """Tensors of `computed`, and those that share a parameter with one."""
+        params = set().union(*(self.computed[name] for name in names))
+        made_of = self.computed.items()
+        return {name for name, filled in made_of if not params.isdisjoint(filled)}
+
     def prove(self, between: Callable[[int], None]) -> None:
         """Check the recorded loads that are not checked yet; see replay_check.py.
 
@@ -482,7 +491,7 @@ class ShadowModel:
 
         def lend(
             names: set[str], num_bytes: int
-        ) -> AbstractContextManager[dict[str, torch.Tensor]] | None:
+        ) -> AbstractContextManager[dict[str, torch.nn.Parameter]] | None:
             sizes = sum(params[name].nbytes for name in names)
             # Loaders may make a tensor anew before they cut it.
             has_room = sizes + 2 * num_bytes + MARGIN_BYTES < spare

@@ -204,6 +204,13 @@ class Coverage:
         """Context: the model's own loader runs."""
         return self._direct or nullcontext()
 
+    def watching_memory(self) -> AbstractContextManager[Any]:
+        """Context: the same, with parameters in other memory than when the watch began.
+        """
+        if self._direct is None:
+            return nullcontext()
+        return direct_writes.DirectWrites(self._module, self.wrote)
+
     def passes_over(self, load: Callable[..., Any], hollow: Iterable[Any]) -> bool:
         """Whether `load` ignores tensors that are given to it again, without content.
 

@@ -7,7 +7,8 @@ memory. What a loader would write is recorded, and proved with index patterns
 
 With shadow parameters the table is the replay plan: the first update is replayed. What
 is not in the table is loaded by the first update, and recorded then. With delta staging
-no update is loaded, so every element needs its place in the table.
+every element needs its place in the table, but for those of parameters that a loader
+computes: scratch.py finds out whether these can be loaded beside the live ones.
 
 The proof of a large model may take longer than an engine should wait. After some time
 the engine starts all the same. The next update then proves the rest before it writes.
@@ -20,7 +21,7 @@ finds out.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from math import prod
@@ -32,6 +33,7 @@ from vllm.inflight.worker.replay_plan import Entry
 from vllm.inflight.worker.shadow.parameters import lent_memory
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.staging.coverage import Coverage, Fill
+from vllm.inflight.worker.staging.scratch import find_computed
 
 MOST_PROOF_S = 60.0
 """Most seconds that the start of an engine waits for the proof."""
@@ -59,18 +61,13 @@ def fill_table(shadow: ShadowModel) -> str | None:
         return None
     began = time.monotonic()
     if is_logged:
-        _record_for_log(shadow)
+        filled = _record_for_log(shadow)
         recorded = time.monotonic()
         is_whole = _prove(shadow)
         # A place that is recorded and not proved yet may still turn out to be wrong.
         # Updates are rejected then.
-        if short := _not_filled(shadow, is_proved=is_whole):
-            num_more = len(short) - MOST_NAMED
-            more = f" and {num_more} more" if num_more > 0 else ""
-            return (
-                "its loader does not only copy what fills "
-                f"{', '.join(short[:MOST_NAMED])}{more}"
-            )
+        if (reason := _computed_obstacle(shadow, filled, is_whole)) is not None:
+            return reason
     else:
         recorded, is_whole = _fill_plan(shadow)
     logger.info(
@@ -113,19 +110,53 @@ def _prove(shadow: ShadowModel) -> bool:
     return True
 
 
-def _record_for_log(shadow: ShadowModel) -> None:
+def _record_for_log(shadow: ShadowModel) -> dict[str, set[str]]:
     """Record where tensors are served, with delta staging.
 
     Each call of a model's loader walks through the whole model. So all tensors are
     given in one call, and only what that has not shown is given tensor by tensor.
+
+    Returns:
+        tensor → the parameters that it fills.
+
     """
     with torch.no_grad():
         trace = Trace(shadow)
         trace.run()
+        filled = trace.filled
         if not trace.is_of_single_tensors:
             shadow.plan.forget()
+            filled = {}
         if _not_filled(shadow, is_proved=False):
-            Trace(shadow).run_one_by_one()
+            trace = Trace(shadow)
+            trace.run_one_by_one()
+            filled |= trace.filled
+        return filled
+
+
+def _computed_obstacle(
+    shadow: ShadowModel, filled: Mapping[str, set[str]], is_proved: bool
+) -> str | None:
+    """Why parameters that loaders compute cannot be updated; None if they can.
+
+    Args:
+        shadow: the shadow model, whose plan is recorded.
+        filled: tensor → the parameters that it fills.
+        is_proved: whether all of the plan has been proved.
+
+    """
+    if not (short := _not_filled(shadow, is_proved=is_proved)):
+        return None
+    with torch.no_grad(), shadow.device:
+        wrong = find_computed(shadow, short, filled)
+    if not wrong:
+        return None
+    num_more = len(wrong) - MOST_NAMED
+    more = f" and {num_more} more" if num_more > 0 else ""
+    return (
+        "its loader does not make of the start checkpoint's tensors alone all of what "
+        f"fills {', '.join(wrong[:MOST_NAMED])}{more}"
+    )
 
 
 def _fill_plan(shadow: ShadowModel) -> tuple[float, bool]:
@@ -175,6 +206,8 @@ class Trace:
         self._coverage = Coverage(
             shadow.module, shadow.required, set(), (), shadow.device
         )
+        self.filled: dict[str, set[str]] = {}
+        """Tensor → the parameters that it fills."""
         self._current: str | None = None
         """The tensor that the loader has now."""
         self._is_rejected = False
@@ -268,8 +301,10 @@ class Trace:
             self._current, self._is_rejected = name, False
             yield name, tensor
             coverage.handed = coverage.entry = self._current = None
-            is_cut = entry.num_unread and shadow.is_alone
-            if not (self._is_rejected or is_cut):
+            if entry.num_unread and shadow.is_alone:
+                continue
+            self.filled[name] = set(coverage.touched)
+            if not self._is_rejected:
                 shadow.plan.keep(name, entry)
 
     def _is_loaded(self, name: str) -> bool:

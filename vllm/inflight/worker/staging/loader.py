@@ -47,9 +47,10 @@ from vllm.inflight.worker.shadow.parameters import make_empty
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.staging.adopted.parameter_writes import ParameterWrites
 from vllm.inflight.worker.staging.coverage import Coverage, Fill
+from vllm.inflight.worker.staging.scratch import Scratch
 from vllm.inflight.worker.staging.throttle import undirected
 from vllm.inflight.worker.verify.checks import Problem, TensorChecks, rejection
-from vllm.inflight.worker.verify.content import Content
+from vllm.inflight.worker.verify.content import Content, Facts
 from vllm.inflight.worker.verify.drift import Sampler
 from vllm.inflight.yielding import with_breaks
 
@@ -162,6 +163,7 @@ class UpdateLoader:
         self._keeps = is_packed and verify and bool(manifest.tensors)
         self._kept: dict[str, torch.Tensor] = {}
         """The accepted tensors, on the CPU build, for a later delta."""
+        self._scratch = Scratch(shadow, self.coverage)
         self.writes = ParameterWrites(shadow, self.coverage)
         """What a method of a worker extension writes into parameters itself."""
         self.written_digest: str | None = None
@@ -329,6 +331,10 @@ class UpdateLoader:
                 if self._checks.is_not_asked_about(name):
                     self._checks.note_unknown(name)
                     continue
+                if name in self._shadow.computed:
+                    self._take_computed(name, tensor)
+                    del tensor
+                    continue
                 before = coverage.num_loads
                 coverage.touched.clear()
                 entry = Entry(tensor.shape, tensor.dtype)
@@ -364,6 +370,34 @@ class UpdateLoader:
                 coverage.handed = coverage.entry = None
                 del tensor
             self._progress(self.num_bytes, self._checks.num_seen)
+
+    def _take_computed(self, name: str, tensor: torch.Tensor) -> None:
+        """Have the loader compute with a tensor; log or fill in what is whole by that.
+
+        Args:
+            name: of the tensor, which is in `shadow.computed`.
+            tensor: as it came.
+
+        """
+        before = self.coverage.num_loads
+        try:
+            whole = self._scratch.load(name, tensor)
+        except (InflightError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # loaders raise many kinds of errors
+            self._checks.note_rejected(name, error)
+            traceback.clear_frames(error.__traceback__)  # they hold memory
+            return
+        if self.coverage.num_loads == before:
+            self.unfilled.append(name)
+        if self._verify:
+            self._scratch.keep(name, tensor)
+        for param, content in whole.items():
+            if not self._allow_nonfinite:
+                made_of = self._shadow.computed.items()
+                names = (name for name, params in made_of if param in params)
+                self._note_nonfinite(names, content)
+            self._take_processed(param, content)
 
     def _take_new(self, name: str, tensor: torch.Tensor, entry: Entry) -> None:
         """Log or fill in a tensor of a form that the destination table did not have.
@@ -409,11 +443,11 @@ class UpdateLoader:
             self._comparison.log_differences(known)
 
     def _take_processed(self, param: str, content: torch.Tensor) -> None:
-        """Log or fill in a parameter of a quantised layer.
+        """Log or fill in a parameter that is no copy of tensors.
 
         Args:
             param: its name.
-            content: what upstream has made of the tensors of the layer.
+            content: what its loader, or processing, has made of its tensors.
 
         Raises:
             EngineFault: it has another form than is served.
@@ -422,7 +456,7 @@ class UpdateLoader:
         served = self._live[param].data
         if (content.shape, content.dtype) != (served.shape, served.dtype):
             raise EngineFault(
-                f"processing has made {list(content.shape)} {_name_of(content.dtype)} "
+                f"loading has made {list(content.shape)} {_name_of(content.dtype)} "
                 f"of {param}, and {list(served.shape)} {_name_of(served.dtype)} is "
                 "served"
             )
@@ -728,13 +762,8 @@ class UpdateLoader:
         names = {n for n in names - self._manifest.tensors.keys() if n in tensors}
         if not names:
             return
-        specs = {
-            name: TensorSpec(name, shape, dtype, ops.Digest(*digest).hex())
-            for name in sorted(names)
-            for dtype, shape, digest in (facts[name],)
-        }
-        self._checks.expect(specs)
-        self._load_all((name, tensors[name]) for name in specs)
+        self._expect(sorted(names), facts)
+        self._load_all((name, tensors[name]) for name in sorted(names))
 
     def verdict(self) -> Content:
         """The content of the update; raises `WeightsMismatch` unless it can be served.
@@ -776,7 +805,7 @@ class UpdateLoader:
             raise self._mismatch(is_end=True)
         self._digest_written()
         self._shadow.plan.confirm()
-        return Content(checks.facts(), samples, self._kept)
+        return Content(checks.facts(), samples, self._kept | self._scratch.kept)
 
     def _require_written_once(self) -> None:
         """Raise `WeightsMismatch` if an element that a method has written itself was
@@ -807,10 +836,42 @@ class UpdateLoader:
         """The content of what a delta changes; raises as `verdict` does."""
         with undirected():
             problems = writer.problems()
-            if not problems:
-                return writer.content()
+        if not problems:
+            self._compute_again(writer.computed)
+            return writer.content(self._scratch.kept)
         wrong = {name: Problem(cause, why) for name, cause, why in problems}
         raise rejection({}, wrong, [], [], {}, num_asked=0)
+
+    def _compute_again(self, changed: Mapping[str, torch.Tensor]) -> None:
+        """Load the tensors of `shadow.computed` that a delta has changed.
+
+        Those that share a parameter with one are loaded again, too.
+
+        Args:
+            changed: the tensors, whole.
+
+        Raises:
+            WeightsMismatch: what is made of a tensor cannot be served.
+
+        """
+        if not changed:
+            return
+        assert self._served is not None
+        facts, kept = self._served.facts, self._served.tensors
+        rest = sorted(self._shadow.computed_with(changed) - changed.keys())
+        self._expect(rest, facts)
+        self._load_all([*changed.items(), *((name, kept[name]) for name in rest)])
+        self.require_accepted()
+
+    def _expect(self, names: Iterable[str], facts: Mapping[str, Facts]) -> None:
+        """Accept tensors of the served version beside those that are announced."""
+        self._checks.expect(
+            {
+                name: TensorSpec(name, shape, dtype, ops.Digest(*digest).hex())
+                for name in names
+                for dtype, shape, digest in (facts[name],)
+            }
+        )
 
     def require_finite(self) -> None:
         """Raise `WeightsMismatch` if a loader has computed NaN or Inf from finite
@@ -825,14 +886,17 @@ class UpdateLoader:
         for param, names in self._computed.items():
             found = params.get(param)  # a quantised layer may have lost it
             is_lost = found is None or found.is_meta
-            (bad,) = (0,) if is_lost else ops.count_nonfinite([params[param].data])
-            for name in names if bad else ():
-                why = (
-                    f"the model's loader makes {bad} numbers of it that are NaN or Inf"
-                )
-                self._checks.note_wrong(name, Cause.NOT_FINITE, why)
+            if not is_lost:
+                self._note_nonfinite(names, params[param].data)
         if self._checks.has_rejected:
             raise self._mismatch()
+
+    def _note_nonfinite(self, names: Iterable[str], content: torch.Tensor) -> None:
+        """Note tensors of which a loader has made NaN or Inf."""
+        (bad,) = ops.count_nonfinite([content])
+        for name in names if bad else ():
+            why = f"the model's loader makes {bad} numbers of it that are NaN or Inf"
+            self._checks.note_wrong(name, Cause.NOT_FINITE, why)
 
     def is_spare(self, name: str) -> bool:
         """Whether a tensor may come although it fills nothing."""

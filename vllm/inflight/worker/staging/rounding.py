@@ -60,7 +60,7 @@ class LoaderRounding(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         place = self._place(args[0]) if args else None
-        if place is not None and func in ROUNDED:
+        if place is not None and func in ROUNDED and not args[0].is_meta:
             args = args[0].to(place), *args[1:]
         result = func(*args, **(kwargs or {}))
         if place is not None and isinstance(result, torch.Tensor):

@@ -409,8 +409,8 @@ class StagingWorker:
             content: of the staged version.
             log_number: with delta staging, the number of the log since the update began
                 to compare with the live weights.
-            marks: with delta staging, digests of the parameters of quantised layers
-                that were processed for it.
+            marks: with delta staging, digests of the parameters that are no copies,
+                and were loaded for it.
             fills: whether lost weights were filled in place.
 
         Returns:
@@ -455,10 +455,14 @@ class StagingWorker:
         return None if moved is None else moved.result()
 
     def _unsent_marks(self) -> Digests:
-        """With delta staging, digests of the quantised layers that are served."""
+        """With delta staging, digests of the served parameters that are no copies."""
         paths = {name.rpartition(".")[0] for name in self.shadow.quantised}
-        marks = self.versions.served.marks or {}
-        return {n: mark for n, mark in marks.items() if n.rpartition(".")[0] in paths}
+        computed = set().union(*self.shadow.computed.values())
+        return {
+            name: mark
+            for name, mark in (self.versions.served.marks or {}).items()
+            if name in computed or name.rpartition(".")[0] in paths
+        }
 
     def _require_filled(
         self, layout: Layout, facts: Mapping[str, Facts], marks: Digests
@@ -468,7 +472,7 @@ class StagingWorker:
         Args:
             layout: of the rank.
             facts: of the tensors that were received.
-            marks: digests of the parameters of quantised layers.
+            marks: digests of the parameters that are no copies.
 
         Raises:
             EngineFault: a tensor that this rank has all of is another one.
