@@ -258,6 +258,8 @@ _INFO: dict[str, Schema] = _VERSION | {
             | {"description": "Of the shadow weights, or of the change logs."},
             "host_bytes": COUNT
             | {"description": "The most host memory that the logs go on in."},
+            "bucket_bytes": COUNT
+            | {"description": "Reserved on GPUs for buckets, beside the logs."},
             "has_logs": FLAG,
             "reason": _TEXT_OR_NULL | {"description": "Why there is no staging."},
         },

@@ -95,6 +95,8 @@ class Ranks:
         self.nbytes = sum(reply["bytes"] for reply in replies)
         self.host_bytes = sum(reply.get("host_bytes", 0) for reply in replies)
         """Most bytes of host memory that the logs of delta staging go on in."""
+        self.bucket_bytes = sum(reply.get("bucket_bytes", 0) for reply in replies)
+        """Bytes of GPUs that are reserved for buckets beside the logs."""
         self.has_logs = any(reply.get("has_log") for reply in replies)
         """Whether ranks have one set of weights, and a log of what changes."""
         self.is_reversible = all(reply["is_reversible"] for reply in replies)
@@ -137,10 +139,12 @@ class Ranks:
     @property
     def staging(self) -> dict[str, Any]:
         """Where updates are staged: `bytes` of shadow weights, or of logs; the most
-        `host_bytes` that logs go on in; or the `reason` why there is no staging."""
+        `host_bytes` that logs go on in; the `bucket_bytes` reserved beside logs; or
+        the `reason` why there is no staging."""
         return {
             "bytes": self.nbytes,
             "host_bytes": self.host_bytes,
+            "bucket_bytes": self.bucket_bytes,
             "has_logs": self.has_logs,
             "reason": self.reason,
         }
