@@ -212,6 +212,55 @@ def test_a_trainer_that_starts_again_goes_on_with_deltas(llm, weights, new, tmp_
     assert found == expected(llm, weights, tmp_path / "whole")
 
 
+def test_a_version_is_kept_and_searched_where_the_weights_are(
+    llm, weights, new, tmp_path, monkeypatch
+):
+    def copied_to(self: PublishedVersion, device: torch.device) -> PublishedVersion:
+        kept.append(real(self, device))
+        return kept[-1]
+
+    kept: list[PublishedVersion] = []
+    real = PublishedVersion.copied_to
+    monkeypatch.setattr(PublishedVersion, "copied_to", copied_to)
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    held = {name: tensor.to(device, copy=True) for name, tensor in weights.items()}
+
+    def stepped_to(seed: int) -> None:
+        step(weights, seed)
+        for name, tensor in weights.items():
+            held[name].copy_(tensor)
+
+    with Publisher(llm, held, delta_memory="device") as to:
+        assert not to.publish().is_delta
+        for seed in range(3):
+            stepped_to(seed)
+            assert to.publish().is_delta
+            assert to._base is kept[0]
+        assert {tensor.device for _, tensor in kept[0].pairs()} == {device}
+        to.rollback()
+        stepped_to(3)
+        assert to.publish("over an older version").is_delta
+        assert len(kept) == 1
+        llm.update_weights_from_disk(str(new), "of another trainer")
+        stepped_to(4)
+        assert not to.publish().is_delta
+        assert not list(kept[0].pairs())  # its memory is free
+        stepped_to(5)
+        outcome = to.publish("the last one")
+        assert outcome.is_delta and len(kept) == 2
+        assert all(torch.equal(t, held[name]) for name, t in kept[1].pairs())
+        found = outcome.digest, tokens(llm)
+    assert found == expected(llm, weights, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options", [{"delta_file": "kept"}, {"delta_shards": True}], ids=str
+)
+def test_memory_of_a_device_holds_neither_a_file_nor_shards(llm, weights, options):
+    with pytest.raises(ConfigError, match="delta_memory='device' excludes"):
+        Publisher(llm, weights, delta_memory="device", **options)
+
+
 def test_a_scrub_finds_a_kept_version_that_has_changed(llm, weights, caplog):
     name = "model.norm.weight"
 

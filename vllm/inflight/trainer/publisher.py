@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,7 @@ from vllm.inflight.trainer.deltas.delta import (
     DeltaSearch,
 )
 from vllm.inflight.trainer.deltas.kept_file import KeptFile
+from vllm.inflight.trainer.deltas.policy import MEMORIES
 from vllm.inflight.trainer.deltas.published import (
     SCRUB_EVERY,
     KeptScrubs,
@@ -67,7 +68,6 @@ from vllm.inflight.update import Manifest, PauseMode, check_label, check_subset,
 WIRES = ("shm", "disk", "http")
 SHORT_S = 1.0
 """A server that does not answer in less than this may be well, and busy."""
-
 logger = logging.getLogger(__name__)
 
 BLOCKS = "would block the event loop that the engine answers on; use "
@@ -91,6 +91,7 @@ class Publisher:
         digests: bool = True,
         delta: str = "auto",
         delta_file: str | Path | None = None,
+        delta_memory: str = "host",
         delta_scrub_every: int = SCRUB_EVERY,
         delta_chain: int = KEPT_DELTAS,
         delta_shards: bool = False,
@@ -130,6 +131,10 @@ class Publisher:
                 `digests`.
             delta_file: keeps the last version in this file, and not in memory. After a
                 restart of the trainer, the first publish reads it, and may be a delta.
+            delta_memory: where the last version is kept: `host`, in shared memory or in
+                `directory`, where changes are found, too; or `device`, where the
+                tensors of the source are, usually a GPU. That takes one more copy of
+                the weights there.
             delta_scrub_every: after so many deltas, the kept version is read again and
                 compared with its digests, which takes as long as a snapshot. If it has
                 changed, the next version is sent whole. 0: never.
@@ -160,10 +165,16 @@ class Publisher:
         for value, name, choices in (
             (wire, "wire", WIRES),
             (delta, "delta", POLICIES),
+            (delta_memory, "delta_memory", MEMORIES),
             (on_busy, "on_busy", ON_BUSY),
         ):
             if value not in choices:
                 raise ConfigError(f"{name} must be one of {choices}, got {value!r}")
+        if delta_memory == "device" and (delta_shards or delta_file is not None):
+            raise ConfigError(
+                "delta_memory='device' excludes delta_file, and delta_shards: with "
+                "these the last version is in a file, or in host memory of each rank"
+            )
         if (wire == "disk") == (directory is None):
             raise ConfigError("directory= belongs to wire='disk', and that needs it")
         sources.check_source(source)
@@ -173,6 +184,7 @@ class Publisher:
         self._in_bodies = wire == "http"
         self._digests = digests
         self._delta = delta if digests else "off"
+        self._is_kept_on_device = delta_memory == "device"
         self._kept_file: KeptFile | None = None
         if delta_file is not None and self._delta != "off":
             self._kept_file = KeptFile(Path(delta_file))
@@ -625,7 +637,7 @@ class Publisher:
                 for name, renamed, tensor in known
                 if not job.subset or is_declared(renamed)
             )
-            self._take_snapshot(job, base, sent)
+            self._take_snapshot(job, base, job.noting_device(sent))
         self._put(job)
 
     def _put(self, job: QueuedPublish) -> None:
@@ -674,7 +686,8 @@ class Publisher:
     def _deliver(self, job: QueuedPublish) -> Outcome:
         """One publish, in the queue's thread."""
         try:
-            return self._delivered(job)
+            with _current(job.device):
+                return self._delivered(job)
         finally:
             if job.delta is not None and not job.delta.is_applied:
                 self._base = job.delta.base  # it may still be what is served
@@ -709,7 +722,8 @@ class Publisher:
             if self._may_follow(job):
                 try:
                     base = self._kept(job)
-                except OSError as error:  # not every file system can map a file
+                # Not every file system can map a file, and a GPU may be full.
+                except (OSError, torch.OutOfMemoryError) as error:
                     logger.warning("the next version is sent whole: %s", error)
             job.snapshot.remove()
         except BaseException:
@@ -763,7 +777,10 @@ class Publisher:
         """The version of a job, in memory or in the file of `delta_file`."""
         if self._kept_file is not None:
             return self._kept_file.take(job.snapshot, job.manifest)
-        return PublishedVersion.of_file(job.snapshot, job.manifest)
+        version = PublishedVersion.of_file(job.snapshot, job.manifest)
+        if self._is_kept_on_device and job.device is not None:
+            return version.copied_to(job.device)
+        return version
 
     def _stage(self, job: QueuedPublish) -> Coordinator | None:
         """The delivery, staged on every engine; None if it gave way."""
@@ -815,6 +832,7 @@ class Publisher:
             logger.warning("whole versions are sent from now on")
         job.snapshot.remove()
         job.snapshot = Snapshot.pack(delta.whole(), self._directory)
+        delta.base.free()  # else it would be there beside the one that is kept next
         job.delta, job.bases, job.is_named = None, {}, True
 
     def _may_follow(self, job: QueuedPublish) -> bool:
@@ -888,6 +906,13 @@ class Publisher:
         return any(
             isinstance(e, InProcessEngine) and e.loop is running for e in self._engines
         )
+
+
+def _current(device: torch.device | None) -> AbstractContextManager[None]:
+    """A context in which a GPU is the current one: kernels are launched there."""
+    if device is None or device.type != "cuda":
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def _of_unread(unread: Sequence[QueuedPublish], consequence: str) -> BaseException:
