@@ -62,12 +62,15 @@ from vllm.inflight.trainer.publish_queue import ON_BUSY, PublishQueue, QueuedPub
 from vllm.inflight.trainer.retry import FIRST_DELAY_S, LAST_DELAY_S, RetryBudget
 from vllm.inflight.trainer.snapshot import Snapshot, sweep
 from vllm.inflight.trainer.sources import stream as sources
-from vllm.inflight.trainer.sources.cast import Cast, check_cast
+from vllm.inflight.trainer.sources.cast import Cast, check_cast, served_dtype
 from vllm.inflight.update import Manifest, PauseMode, check_label, check_subset, renamer
 
 WIRES = ("shm", "disk", "http")
 SHORT_S = 1.0
 """A server that does not answer in less than this may be well, and busy."""
+ASK_S = 5.0
+"""Seconds for the engines to tell what they serve."""
+
 logger = logging.getLogger(__name__)
 
 BLOCKS = "would block the event loop that the engine answers on; use "
@@ -116,7 +119,9 @@ class Publisher:
             dtype: what floating-point tensors are cast to before they are compared and
                 sent; or a function from a name of the source to such a dtype, or None.
                 A trainer with weights in float32 gives the dtype of the checkpoint, so
-                that few elements change at a step.
+                that few elements change at a step. If None, deltas are sent, and the
+                engines serve all tensors in one narrower dtype, they are cast to that
+                from the second version on.
             api_key: of the control routes; by default `VLLM_INFLIGHT_ADMIN_KEY`,
                 then `VLLM_API_KEY` of the environment.
             wire: `shm` hands tensors over in shared memory, on one host; `disk`
@@ -193,6 +198,8 @@ class Publisher:
         self._scrubs = KeptScrubs(delta_scrub_every)
         self._chain = DeltaChain(delta_chain)
         self._num_unsupported = 0
+        self._has_asked = False
+        """Whether the engines were asked for the dtype that they serve."""
         self._base: PublishedVersion | None = None
         """The last version that every engine has committed, if a delta may start from
         it. A publish takes it, and puts it back."""
@@ -746,6 +753,7 @@ class Publisher:
             self._chain.clear()
         elif self._base is not None:
             self._chain.note(job.delta)
+        self._note_served_dtype(job)
         try:
             self._tell("commit", job.snapshot)
         except Exception as error:
@@ -772,6 +780,33 @@ class Publisher:
             seconds={name: round(value, 6) for name, value in parts.items()},
             mapped=job.mapped,
         )
+
+    def _note_served_dtype(self, job: QueuedPublish) -> None:
+        """Cast to what the engines serve from the next version on, if that is less.
+
+        Of float32 weights nearly every number changes at a step, and few roundings.
+        """
+        if self._cast is not None or not self._may_follow(job):
+            return
+        sent = {getattr(torch, spec.dtype) for spec in job.manifest.tensors.values()}
+        width = max((d.itemsize for d in sent if d.is_floating_point), default=0)
+        if width <= 2 or self._has_asked:
+            return
+        budget = RetryBudget(ASK_S)  # the version is committed, whatever they answer
+        try:
+            infos = call_all(self._engines, lambda engine: engine.info(budget), budget)
+        except InflightError as error:
+            logger.info("the dtype that is served is not known yet: %s", error)
+            return
+        self._has_asked = True
+        served = served_dtype(one for i in infos for one in i.get("engines", [i]))
+        if served is not None and served.itemsize < width:
+            self._cast = served
+            logger.info(
+                "weights are cast to %s from the next version on, which is whole: the "
+                "engines serve that; dtype= says otherwise",
+                served,
+            )
 
     def _kept(self, job: QueuedPublish) -> PublishedVersion:
         """The version of a job, in memory or in the file of `delta_file`."""

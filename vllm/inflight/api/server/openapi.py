@@ -260,6 +260,8 @@ _INFO: dict[str, Schema] = _VERSION | {
             | {"description": "The most host memory that the logs go on in."},
             "bucket_bytes": COUNT
             | {"description": "Reserved on GPUs for buckets, beside the logs."},
+            "dtype": _TEXT_OR_NULL
+            | {"description": "Of all floating-point tensors; null: of several."},
             "has_logs": FLAG,
             "reason": _TEXT_OR_NULL | {"description": "Why there is no staging."},
         },

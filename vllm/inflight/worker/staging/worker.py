@@ -245,6 +245,7 @@ class StagingWorker:
             "bytes": self.shadow.staging_bytes,
             "host_bytes": self.shadow.host_bytes,
             "bucket_bytes": self.bucket_bytes,
+            "dtype": None if self.shadow.reason else self.shadow.served_dtype,
             "has_log": self.shadow.log is not None,
             "is_reversible": self.shadow.is_reversible,
             "has_drafter": self.shadow.has_drafter,
