@@ -253,6 +253,33 @@ def test_a_version_is_kept_and_searched_where_the_weights_are(
     assert found == expected(llm, weights, tmp_path)
 
 
+@pytest.mark.parametrize("memory", ["host", "device"])
+def test_a_compressed_delta_has_fewer_bytes_and_leads_to_the_same(
+    llm, weights, tmp_path, memory
+):
+    options = {"delta_memory": memory, "wire": "disk", "directory": tmp_path}
+    with Publisher(llm, weights, delta_compression=3, **options) as to:
+        whole = to.publish().num_bytes
+        assert whole == sum(tensor.nbytes for tensor in weights.values())
+        for seed in range(3):
+            step(weights, seed)
+            plain = to._chain.num_bytes  # of the deltas before, as they are kept
+            outcome = to.publish()
+            assert outcome.is_delta
+            assert outcome.num_bytes < 0.9 * (to._chain.num_bytes - plain)
+        to.rollback()
+        step(weights, 3)
+        assert to.publish("over an older version").is_delta
+        found = llm.weight_info()["digest"], tokens(llm)
+    assert found == expected(llm, weights, tmp_path / "whole")
+
+
+@pytest.mark.parametrize("level", [0, 23, 2.5, True, "3"])
+def test_what_is_no_level_of_compression_is_refused(llm, weights, level):
+    with pytest.raises(ConfigError, match="delta_compression is a level of zstd"):
+        Publisher(llm, weights, delta_compression=level)
+
+
 @pytest.mark.parametrize(
     "options", [{"delta_file": "kept"}, {"delta_shards": True}], ids=str
 )

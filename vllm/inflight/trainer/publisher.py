@@ -23,7 +23,10 @@ from typing import Literal, overload
 
 import torch
 
-from vllm.inflight.delta.parts import named
+from vllm.inflight.delta.compression import check_level
+from vllm.inflight.delta.encode import compressed
+from vllm.inflight.delta.part import Part
+from vllm.inflight.delta.parts import named, parts_of
 from vllm.inflight.errors import (
     BaseMismatch,
     Cancelled,
@@ -95,6 +98,7 @@ class Publisher:
         delta: str = "auto",
         delta_file: str | Path | None = None,
         delta_memory: str = "host",
+        delta_compression: int | None = None,
         delta_scrub_every: int = SCRUB_EVERY,
         delta_chain: int = KEPT_DELTAS,
         delta_shards: bool = False,
@@ -140,6 +144,9 @@ class Publisher:
                 `directory`, where changes are found, too; or `device`, where the
                 tensors of the source are, usually a GPU. That takes one more copy of
                 the weights there.
+            delta_compression: level of zstd that deltas are compressed with, 1 to 22; 3
+                is a good one. It pays where bytes are slow: over the network, or on
+                disks. None: no compression.
             delta_scrub_every: after so many deltas, the kept version is read again and
                 compared with its digests, which takes as long as a snapshot. If it has
                 changed, the next version is sent whole. 0: never.
@@ -184,6 +191,8 @@ class Publisher:
             raise ConfigError("directory= belongs to wire='disk', and that needs it")
         sources.check_source(source)
         check_cast(dtype)
+        check_level(delta_compression)
+        self._compression = delta_compression
         self._source, self._cast = source, dtype
         self._directory = None if directory is None else Path(directory)
         self._in_bodies = wire == "http"
@@ -463,7 +472,10 @@ class Publisher:
             self._require_off_the_loop()
             job = replace(made(), called_at=first.called_at)
             job.manifest, job.is_announced = replace(manifest, step=job.step), True
-            job.snapshot = Snapshot.pack(pairs, self._directory)
+            if manifest.base is None:
+                job.snapshot = Snapshot.pack(pairs, self._directory)
+            else:
+                job.snapshot = self._packed(parts_of(pairs))
             self._put(job)
             return self._queue.result(job)
 
@@ -688,7 +700,14 @@ class Publisher:
             job.is_named = True
         else:
             job.delta = found
-            job.snapshot = Snapshot.pack(named(found.body.parts), self._directory)
+            job.snapshot = self._packed(found.body.parts)
+
+    def _packed(self, parts: Iterable[Part]) -> Snapshot:
+        """A snapshot of a delta, compressed if that is wanted."""
+        level = self._compression
+        if level is not None:
+            parts = (compressed(part, level) for part in parts)
+        return Snapshot.pack(named(parts), self._directory)
 
     def _deliver(self, job: QueuedPublish) -> Outcome:
         """One publish, in the queue's thread."""
@@ -846,7 +865,7 @@ class Publisher:
         if longer is None:
             return False
         job.snapshot.remove()
-        job.snapshot = Snapshot.pack(named(longer.body.parts), self._directory)
+        job.snapshot = self._packed(longer.body.parts)
         names = (engine.name for engine in self._engines)
         job.bases = dict(zip(names, digests, strict=True))
         job.manifest = longer.manifest(job.step)
