@@ -15,6 +15,7 @@ import torch
 import vllm._custom_ops as custom_ops
 from safetensors.torch import load_file, save_file
 from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from tests.e2e.test_adapters import ADAPTERS, said
 from tests.e2e.test_deltas import (  # noqa: F401 (tests, run here with delta staging)
@@ -125,6 +126,22 @@ def test_whole_versions_and_rollbacks_equal_a_fresh_engine(on_old, fresh, old, n
         on_old.update_weights_from_disk(str(old), "old")
         assert greedy(on_old) == first
     assert on_old.verify_weights()["result"] == "equal"
+
+
+def test_a_transport_has_few_buckets_and_the_kv_cache_leaves_room_for_them(
+    start, old, new, fresh, monkeypatch
+) -> None:
+    beside = property(lambda self: 5 << 20)
+    monkeypatch.setattr(StagingWorker, "bucket_bytes", beside)
+    runner = CPUModelRunner
+    monkeypatch.setattr(runner, "model_memory_usage", 1 << 20, raising=False)
+    llm = delta_engine(start, old)
+    worker = worker_of(llm)
+    assert worker.model_runner.model_memory_usage == 6 << 20
+    assert llm.weight_info()["staging"]["bucket_bytes"] == 5 << 20
+    llm.update_weights_from_disk(str(new), "new")
+    assert worker.weight_transfer_engine.has_one_set
+    assert greedy(llm) == fresh
 
 
 def test_there_is_one_set_of_weights_and_it_stays_where_it_is(on_old, old, new):

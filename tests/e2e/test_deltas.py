@@ -212,6 +212,82 @@ def test_a_trainer_that_starts_again_goes_on_with_deltas(llm, weights, new, tmp_
     assert found == expected(llm, weights, tmp_path / "whole")
 
 
+def test_a_version_is_kept_and_searched_where_the_weights_are(
+    llm, weights, new, tmp_path, monkeypatch
+):
+    def copied_to(self: PublishedVersion, device: torch.device) -> PublishedVersion:
+        kept.append(real(self, device))
+        return kept[-1]
+
+    kept: list[PublishedVersion] = []
+    real = PublishedVersion.copied_to
+    monkeypatch.setattr(PublishedVersion, "copied_to", copied_to)
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    held = {name: tensor.to(device, copy=True) for name, tensor in weights.items()}
+
+    def stepped_to(seed: int) -> None:
+        step(weights, seed)
+        for name, tensor in weights.items():
+            held[name].copy_(tensor)
+
+    with Publisher(llm, held, delta_memory="device") as to:
+        assert not to.publish().is_delta
+        for seed in range(3):
+            stepped_to(seed)
+            assert to.publish().is_delta
+            assert to._base is kept[0]
+        assert {tensor.device for _, tensor in kept[0].pairs()} == {device}
+        to.rollback()
+        stepped_to(3)
+        assert to.publish("over an older version").is_delta
+        assert len(kept) == 1
+        llm.update_weights_from_disk(str(new), "of another trainer")
+        stepped_to(4)
+        assert not to.publish().is_delta
+        assert not list(kept[0].pairs())  # its memory is free
+        stepped_to(5)
+        outcome = to.publish("the last one")
+        assert outcome.is_delta and len(kept) == 2
+        assert all(torch.equal(t, held[name]) for name, t in kept[1].pairs())
+        found = outcome.digest, tokens(llm)
+    assert found == expected(llm, weights, tmp_path)
+
+
+@pytest.mark.parametrize("memory", ["host", "device"])
+def test_a_compressed_delta_has_fewer_bytes_and_leads_to_the_same(
+    llm, weights, tmp_path, memory
+):
+    options = {"delta_memory": memory, "wire": "disk", "directory": tmp_path}
+    with Publisher(llm, weights, delta_compression=3, **options) as to:
+        whole = to.publish().num_bytes
+        assert whole == sum(tensor.nbytes for tensor in weights.values())
+        for seed in range(3):
+            step(weights, seed)
+            plain = to._chain.num_bytes  # of the deltas before, as they are kept
+            outcome = to.publish()
+            assert outcome.is_delta
+            assert outcome.num_bytes < 0.9 * (to._chain.num_bytes - plain)
+        to.rollback()
+        step(weights, 3)
+        assert to.publish("over an older version").is_delta
+        found = llm.weight_info()["digest"], tokens(llm)
+    assert found == expected(llm, weights, tmp_path / "whole")
+
+
+@pytest.mark.parametrize("level", [0, 23, 2.5, True, "3"])
+def test_what_is_no_level_of_compression_is_refused(llm, weights, level):
+    with pytest.raises(ConfigError, match="delta_compression is a level of zstd"):
+        Publisher(llm, weights, delta_compression=level)
+
+
+@pytest.mark.parametrize(
+    "options", [{"delta_file": "kept"}, {"delta_shards": True}], ids=str
+)
+def test_memory_of_a_device_holds_neither_a_file_nor_shards(llm, weights, options):
+    with pytest.raises(ConfigError, match="delta_memory='device' excludes"):
+        Publisher(llm, weights, delta_memory="device", **options)
+
+
 def test_a_scrub_finds_a_kept_version_that_has_changed(llm, weights, caplog):
     name = "model.norm.weight"
 
@@ -286,10 +362,15 @@ def test_when_most_has_changed_the_whole_version_is_sent(llm, weights):
         assert to.publish().is_delta
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None], ids=str)
 def test_a_trainer_in_float32_sends_what_changes_of_what_is_served(
-    llm, weights, tmp_path
+    llm, weights, tmp_path, dtype
 ):
-    """Every number of its weights changes at a step, and few of their roundings."""
+    """Every number of its weights changes at a step, and few of their roundings.
+
+    The engine tells what it serves, so that nobody need say it.
+    """
+    assert llm.weight_info()["staging"]["dtype"] == "bfloat16"
     random = torch.Generator().manual_seed(0)
 
     def moved(tensor: torch.Tensor, by: float) -> torch.Tensor:
@@ -300,8 +381,9 @@ def test_a_trainer_in_float32_sends_what_changes_of_what_is_served(
     def rounded() -> dict[str, torch.Tensor]:
         return {name: tensor.bfloat16() for name, tensor in masters.items()}
 
-    with Publisher(llm, masters, dtype=torch.bfloat16) as to:
-        assert not to.publish().is_delta
+    with Publisher(llm, masters, dtype=dtype) as to:
+        for _ in range(1 if dtype else 2):  # the first one tells the dtype
+            assert not to.publish().is_delta
         for _ in range(3):
             before = rounded()
             for tensor in masters.values():

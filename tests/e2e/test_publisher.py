@@ -201,12 +201,14 @@ def test_a_server_serves_what_a_trainer_publishes_over_http(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("level", [None, 3], ids=["plain", "zstd"])
 def test_a_delta_reaches_a_server_in_the_body_of_a_request(
-    server, old, new, monkeypatch
+    server, old, new, monkeypatch, level
 ):
     monkeypatch.setattr(bodies, "BODY_BYTES", 1 << 16)  # several for a whole version
     source = weights(old)
-    with Publisher(server.url, source, api_key=KEY, wire="http") as to:
+    options = {"api_key": KEY, "wire": "http", "delta_compression": level}
+    with Publisher(server.url, source, **options) as to:
         assert not to.publish("whole").is_delta
         for seed in range(3):
             source |= stepped(source, seed)

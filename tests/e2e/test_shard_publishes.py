@@ -71,6 +71,7 @@ def test_ranks_publish_what_has_changed_in_their_shards(
     whole = size(chain[0])
     options: dict[str, Any] = {"wire": wire}
     options |= {"directory": tmp_path} if wire == "disk" else {}
+    options |= {} if wire == "shm" else {"delta_compression": 3}
     ranks.connect(**options)
     for number, folder in enumerate(chain):
         outcome, gathered = ranks.publish(folder, version=f"v{number}", step=number)

@@ -18,6 +18,7 @@ from tests.e2e.test_deltas import (  # noqa: F401 (tests, run here on a GPU)
     test_a_lost_part_changes_nothing,
     test_a_scrub_after_deltas_names_the_tensor_with_a_changed_bit,
     test_a_trainer_in_float32_sends_what_changes_of_what_is_served,
+    test_a_version_is_kept_and_searched_where_the_weights_are,
     test_a_version_without_a_change_is_a_version,
     test_after_another_trainers_version_the_whole_one_is_sent,
     test_one_tensor_of_a_fused_parameter_may_change_alone,

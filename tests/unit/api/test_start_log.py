@@ -61,10 +61,10 @@ async def test_the_start_log_says_how_large_the_log_of_delta_staging_is(
 ) -> None:
     class OneSet(Engine):
         async def call_utility_all_async(self, _: str, *__: object) -> list[dict]:
-            sizes = {"bytes": 2 << 30, "host_bytes": 5 << 30, "has_logs": True}
-            return [{"ok": sizes | {"reason": None}}]
+            sizes = {"bytes": 2 << 30, "host_bytes": 5 << 30, "bucket_bytes": 1 << 29}
+            return [{"ok": sizes | {"has_logs": True, "reason": None}}]
 
     assert (
         "one set of weights, and a log of 2.00 GiB, which goes on in up to 5.00 GiB of "
-        "host memory"
+        "host memory; buckets take 0.50 GiB more"
     ) in await line(monkeypatch, OneSet())

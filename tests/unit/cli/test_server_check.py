@@ -266,7 +266,8 @@ def test_the_doctor_says_which_calls_of_a_running_extension_are_adopted(
         (
             True,
             None,
-            "a log of 6.00 GiB, which goes on in up to 2.00 GiB of host memory",
+            "a log of 6.00 GiB, which goes on in up to 2.00 GiB of host memory; "
+            "buckets take 1.00 GiB more",
         ),
         (True, "it packs", "no updates in flight: it packs"),
     ],
@@ -274,7 +275,7 @@ def test_the_doctor_says_which_calls_of_a_running_extension_are_adopted(
 def test_what_engines_hold_for_updates_is_told_in_all(
     has_logs: bool, reason: str | None, told: str
 ):
-    sizes = {"bytes": 3 << 30, "host_bytes": 1 << 30}
+    sizes = {"bytes": 3 << 30, "host_bytes": 1 << 30, "bucket_bytes": 1 << 29}
     staging = sizes | {"has_logs": has_logs, "reason": reason}
     findings = found(healthy(num_engines=2, weight_info=SERVED | {"staging": staging}))
     assert findings["staging"].found.startswith(told)

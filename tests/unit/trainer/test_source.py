@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from vllm.inflight.errors import ConfigError, Malformed
-from vllm.inflight.trainer.sources.cast import check_cast
+from vllm.inflight.trainer.sources.cast import check_cast, served_dtype
 from vllm.inflight.trainer.sources.stream import check_source, facts, shards, tensors
 from vllm.inflight.transport.weight_source import Weights
 
@@ -159,6 +159,28 @@ def test_numbers_are_cast_and_nothing_else(cast: Any, names: set[str]) -> None:
     assert [m.dtype for m in of_weights.read_facts()] == [
         tensor.dtype for tensor in expected.values()
     ]
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        (["bfloat16", "bfloat16"], torch.bfloat16),
+        (["float32"], torch.float32),
+        (["bfloat16", "float16"], None),  # of two engines
+        (["bfloat16", None], None),  # the second one serves several
+        (["float8_e4m3fn"], None),
+        (["nn"], None),
+        ([], None),
+    ],
+)
+def test_weights_are_cast_to_what_all_engines_serve_and_to_nothing_else(
+    told: list[str | None], expected: torch.dtype | None
+) -> None:
+    assert served_dtype({"staging": {"dtype": one}} for one in told) == expected
+
+
+def test_servers_of_older_releases_tell_no_dtype() -> None:
+    assert served_dtype([{}, {"staging": None}, {"staging": {"bytes": 1}}]) is None
 
 
 @pytest.mark.parametrize("cast", [torch.int8, torch.float8_e5m2, "bfloat16", 16])

@@ -323,7 +323,8 @@ def _staging() -> Finding:
         "staging",
         "device: shadow weights in GPU memory, which has to hold the weights twice; "
         "host: shadow weights in page-locked memory; delta: a log of a twentieth of "
-        "the weights, which goes on in up to a quarter of them in page-locked memory; "
+        "the weights, which goes on in up to a quarter of them in page-locked memory, "
+        "and buckets of 128 MiB (512 MiB with inflight_nccl); "
         "auto: device, or delta where the GPU is too small for it",
     )
 

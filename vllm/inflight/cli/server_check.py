@@ -191,6 +191,8 @@ def _staging(engines: list[Facts]) -> Iterator[Finding]:
         found = f"shadow weights of {size}"
         if any(each["has_logs"] for each in told):
             found = f"a log of {size}, which goes on in up to {on_host} of host memory"
+            buckets = sum(each.get("bucket_bytes", 0) for each in told)
+            found += f"; buckets take {buckets / 2**30:.2f} GiB more"
         # A server of an older release does not tell this.
         if num := max(each.get("unproved", 0) for each in told):
             found += (

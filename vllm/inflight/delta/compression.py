@@ -9,12 +9,26 @@ import torch
 
 from vllm.inflight.errors import ConfigError, Malformed
 
+LEVELS = range(1, 23)
+
 REMEDY = "Install it with: pip install zstandard. Or send deltas without compression."
 
 
 def require() -> None:
     """Raise ConfigError with a remedy where the package zstandard is not installed."""
     _zstandard()
+
+
+def check_level(level: int | None) -> None:
+    """Raise ConfigError unless this is a level of zstd that can be had, or None."""
+    if level is None:
+        return
+    if isinstance(level, bool) or not isinstance(level, int) or level not in LEVELS:
+        raise ConfigError(
+            f"delta_compression is a level of zstd, {LEVELS.start} to "
+            f"{LEVELS.stop - 1}, or None; got {level!r}"
+        )
+    require()
 
 
 def compress(data: torch.Tensor, level: int) -> torch.Tensor:

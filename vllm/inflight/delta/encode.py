@@ -275,7 +275,7 @@ class Encoder:
         part = self._coder.take(self._limit)
         if self._compress is None:
             return part
-        return _compressed(part, self._compress)
+        return compressed(part, self._compress)
 
 
 def changed(old: torch.Tensor, new: torch.Tensor, *, num_threads: int = 1) -> int:
@@ -349,8 +349,8 @@ def _pair(old: torch.Tensor, new: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return before, now
 
 
-def _compressed(part: Part, level: int) -> Part:
-    """The part with compressed data, if that is smaller."""
+def compressed(part: Part, level: int) -> Part:
+    """The part with compressed data on the host, if that is smaller."""
     table, data = part.table.cpu().clone(), part.data.cpu()
     packed = compression.compress(data, level)
     if packed.numel() >= data.numel():

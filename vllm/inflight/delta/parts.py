@@ -34,6 +34,19 @@ def named(parts: Iterable[Part], first: int = 0) -> Iterator[Pair]:
         yield f"delta.{number}.data", part.data
 
 
+def parts_of(pairs: Iterable[Pair]) -> Iterator[Part]:
+    """The parts of a delta whose tensors are named.
+
+    Raises:
+        Malformed: one of the tensors belongs to no part, or a part is not complete.
+
+    """
+    arriving = ArrivingParts()
+    for name, tensor in pairs:
+        yield from arriving.add(name, tensor)
+    arriving.require_all()
+
+
 class ArrivingParts:
     """Puts the parts of a delta together from the tensors that arrive.
 

@@ -164,10 +164,10 @@ def _load_with_shadow(original: Callable[..., Any]) -> Callable[..., Any]:
 
             # Upstream makes a backend when it first needs one, unless there is one.
             self._sleep_mode_backend = backend_of(stager)
-        if shadow.copied_bytes:
-            # Upstream's budget for the KV cache counts the arena, but not torch's
-            # memory beside the model.
-            self.model_runner.model_memory_usage += shadow.copied_bytes
+        if beside := shadow.copied_bytes + stager.bucket_bytes:
+            # Upstream's budget for the KV cache counts the arena, but neither torch's
+            # memory beside the model nor what a transport allocates later.
+            self.model_runner.model_memory_usage += beside
 
     return load_model
 
@@ -177,14 +177,22 @@ def _with_room_for_the_cache(original: Callable[..., Any]) -> Callable[..., Any]
         num_bytes: int = original(self)
         asked = self.cache_config.kv_cache_memory_bytes
         if asked and _is_on(self.vllm_config) and self.device.type == "cuda":
-            _check_room(asked, self.device)
+            stager = WorkerState.of(self).stager
+            buckets = 0 if stager is None else stager.bucket_bytes
+            _check_room(asked + buckets, self.device)
         return num_bytes
 
     return determine_available_memory
 
 
 def _check_room(asked: int, device: torch.device) -> None:
-    """Raise `ConfigError` if the KV cache does not fit; upstream does not check it."""
+    """Raise `ConfigError` if the KV cache does not fit; upstream does not check it.
+
+    Args:
+        asked: bytes of the cache, and of the buckets that a transport allocates later.
+        device: the GPU.
+
+    """
     import torch
 
     free, _ = torch.cuda.mem_get_info(device)

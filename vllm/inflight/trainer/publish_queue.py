@@ -14,8 +14,10 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+
+import torch
 
 from vllm.inflight.background import Background
 from vllm.inflight.errors import Cancelled
@@ -24,6 +26,7 @@ from vllm.inflight.trainer.deltas.delta import Delta
 from vllm.inflight.trainer.outcome import Outcome, PublishFuture
 from vllm.inflight.trainer.retry import RetryBudget
 from vllm.inflight.trainer.snapshot import Snapshot
+from vllm.inflight.trainer.sources.stream import Pair
 from vllm.inflight.update import Manifest
 
 ON_BUSY = ("wait", "skip", "latest")
@@ -51,6 +54,8 @@ class QueuedPublish:
     called_at: float
     """The time of the call of `publish`, on the monotonic clock, in seconds."""
     snapshot: Snapshot = field(init=False)
+    device: torch.device | None = None
+    """Of the first tensor of the source."""
     delta: Delta | None = None
     """What the snapshot holds, if that is a delta and not all tensors."""
     bases: dict[str, str] = field(default_factory=dict)
@@ -69,6 +74,13 @@ class QueuedPublish:
     future: PublishFuture = field(default_factory=PublishFuture)
     retry_budget: RetryBudget = field(default_factory=lambda: RetryBudget(0.0))
     """Made when its turn comes; whoever gives the job up, gives this up."""
+
+    def noting_device(self, pairs: Iterable[Pair]) -> Iterator[Pair]:
+        """The same tensors, with the device of the first one noted."""
+        for name, tensor in pairs:
+            if self.device is None:
+                self.device = tensor.device
+            yield name, tensor
 
     def skipped(self) -> Outcome:
         """The outcome of a publish that is skipped."""

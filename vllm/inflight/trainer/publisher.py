@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,10 @@ from typing import Literal, overload
 
 import torch
 
-from vllm.inflight.delta.parts import named
+from vllm.inflight.delta.compression import check_level
+from vllm.inflight.delta.encode import compressed
+from vllm.inflight.delta.part import Part
+from vllm.inflight.delta.parts import named, parts_of
 from vllm.inflight.errors import (
     BaseMismatch,
     Cancelled,
@@ -47,6 +50,7 @@ from vllm.inflight.trainer.deltas.delta import (
     DeltaSearch,
 )
 from vllm.inflight.trainer.deltas.kept_file import KeptFile
+from vllm.inflight.trainer.deltas.policy import MEMORIES
 from vllm.inflight.trainer.deltas.published import (
     SCRUB_EVERY,
     KeptScrubs,
@@ -61,12 +65,14 @@ from vllm.inflight.trainer.publish_queue import ON_BUSY, PublishQueue, QueuedPub
 from vllm.inflight.trainer.retry import FIRST_DELAY_S, LAST_DELAY_S, RetryBudget
 from vllm.inflight.trainer.snapshot import Snapshot, sweep
 from vllm.inflight.trainer.sources import stream as sources
-from vllm.inflight.trainer.sources.cast import Cast, check_cast
+from vllm.inflight.trainer.sources.cast import Cast, check_cast, served_dtype
 from vllm.inflight.update import Manifest, PauseMode, check_label, check_subset, renamer
 
 WIRES = ("shm", "disk", "http")
 SHORT_S = 1.0
 """A server that does not answer in less than this may be well, and busy."""
+ASK_S = 5.0
+"""Seconds for the engines to tell what they serve."""
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +97,8 @@ class Publisher:
         digests: bool = True,
         delta: str = "auto",
         delta_file: str | Path | None = None,
+        delta_memory: str = "host",
+        delta_compression: int | None = None,
         delta_scrub_every: int = SCRUB_EVERY,
         delta_chain: int = KEPT_DELTAS,
         delta_shards: bool = False,
@@ -115,7 +123,9 @@ class Publisher:
             dtype: what floating-point tensors are cast to before they are compared and
                 sent; or a function from a name of the source to such a dtype, or None.
                 A trainer with weights in float32 gives the dtype of the checkpoint, so
-                that few elements change at a step.
+                that few elements change at a step. If None, deltas are sent, and the
+                engines serve all tensors in one narrower dtype, they are cast to that
+                from the second version on.
             api_key: of the control routes; by default `VLLM_INFLIGHT_ADMIN_KEY`,
                 then `VLLM_API_KEY` of the environment.
             wire: `shm` hands tensors over in shared memory, on one host; `disk`
@@ -130,6 +140,13 @@ class Publisher:
                 `digests`.
             delta_file: keeps the last version in this file, and not in memory. After a
                 restart of the trainer, the first publish reads it, and may be a delta.
+            delta_memory: where the last version is kept: `host`, in shared memory or in
+                `directory`, where changes are found, too; or `device`, where the
+                tensors of the source are, usually a GPU. That takes one more copy of
+                the weights there.
+            delta_compression: level of zstd that deltas are compressed with, 1 to 22; 3
+                is a good one. It pays where bytes are slow: over the network, or on
+                disks. None: no compression.
             delta_scrub_every: after so many deltas, the kept version is read again and
                 compared with its digests, which takes as long as a snapshot. If it has
                 changed, the next version is sent whole. 0: never.
@@ -160,19 +177,28 @@ class Publisher:
         for value, name, choices in (
             (wire, "wire", WIRES),
             (delta, "delta", POLICIES),
+            (delta_memory, "delta_memory", MEMORIES),
             (on_busy, "on_busy", ON_BUSY),
         ):
             if value not in choices:
                 raise ConfigError(f"{name} must be one of {choices}, got {value!r}")
+        if delta_memory == "device" and (delta_shards or delta_file is not None):
+            raise ConfigError(
+                "delta_memory='device' excludes delta_file, and delta_shards: with "
+                "these the last version is in a file, or in host memory of each rank"
+            )
         if (wire == "disk") == (directory is None):
             raise ConfigError("directory= belongs to wire='disk', and that needs it")
         sources.check_source(source)
         check_cast(dtype)
+        check_level(delta_compression)
+        self._compression = delta_compression
         self._source, self._cast = source, dtype
         self._directory = None if directory is None else Path(directory)
         self._in_bodies = wire == "http"
         self._digests = digests
         self._delta = delta if digests else "off"
+        self._is_kept_on_device = delta_memory == "device"
         self._kept_file: KeptFile | None = None
         if delta_file is not None and self._delta != "off":
             self._kept_file = KeptFile(Path(delta_file))
@@ -181,6 +207,8 @@ class Publisher:
         self._scrubs = KeptScrubs(delta_scrub_every)
         self._chain = DeltaChain(delta_chain)
         self._num_unsupported = 0
+        self._has_asked = False
+        """Whether the engines were asked for the dtype that they serve."""
         self._base: PublishedVersion | None = None
         """The last version that every engine has committed, if a delta may start from
         it. A publish takes it, and puts it back."""
@@ -444,7 +472,10 @@ class Publisher:
             self._require_off_the_loop()
             job = replace(made(), called_at=first.called_at)
             job.manifest, job.is_announced = replace(manifest, step=job.step), True
-            job.snapshot = Snapshot.pack(pairs, self._directory)
+            if manifest.base is None:
+                job.snapshot = Snapshot.pack(pairs, self._directory)
+            else:
+                job.snapshot = self._packed(parts_of(pairs))
             self._put(job)
             return self._queue.result(job)
 
@@ -625,7 +656,7 @@ class Publisher:
                 for name, renamed, tensor in known
                 if not job.subset or is_declared(renamed)
             )
-            self._take_snapshot(job, base, sent)
+            self._take_snapshot(job, base, job.noting_device(sent))
         self._put(job)
 
     def _put(self, job: QueuedPublish) -> None:
@@ -669,12 +700,20 @@ class Publisher:
             job.is_named = True
         else:
             job.delta = found
-            job.snapshot = Snapshot.pack(named(found.body.parts), self._directory)
+            job.snapshot = self._packed(found.body.parts)
+
+    def _packed(self, parts: Iterable[Part]) -> Snapshot:
+        """A snapshot of a delta, compressed if that is wanted."""
+        level = self._compression
+        if level is not None:
+            parts = (compressed(part, level) for part in parts)
+        return Snapshot.pack(named(parts), self._directory)
 
     def _deliver(self, job: QueuedPublish) -> Outcome:
         """One publish, in the queue's thread."""
         try:
-            return self._delivered(job)
+            with _current(job.device):
+                return self._delivered(job)
         finally:
             if job.delta is not None and not job.delta.is_applied:
                 self._base = job.delta.base  # it may still be what is served
@@ -709,7 +748,8 @@ class Publisher:
             if self._may_follow(job):
                 try:
                     base = self._kept(job)
-                except OSError as error:  # not every file system can map a file
+                # Not every file system can map a file, and a GPU may be full.
+                except (OSError, torch.OutOfMemoryError) as error:
                     logger.warning("the next version is sent whole: %s", error)
             job.snapshot.remove()
         except BaseException:
@@ -732,6 +772,7 @@ class Publisher:
             self._chain.clear()
         elif self._base is not None:
             self._chain.note(job.delta)
+        self._note_served_dtype(job)
         try:
             self._tell("commit", job.snapshot)
         except Exception as error:
@@ -759,11 +800,41 @@ class Publisher:
             mapped=job.mapped,
         )
 
+    def _note_served_dtype(self, job: QueuedPublish) -> None:
+        """Cast to what the engines serve from the next version on, if that is less.
+
+        Of float32 weights nearly every number changes at a step, and few roundings.
+        """
+        if self._cast is not None or not self._may_follow(job):
+            return
+        sent = {getattr(torch, spec.dtype) for spec in job.manifest.tensors.values()}
+        width = max((d.itemsize for d in sent if d.is_floating_point), default=0)
+        if width <= 2 or self._has_asked:
+            return
+        budget = RetryBudget(ASK_S)  # the version is committed, whatever they answer
+        try:
+            infos = call_all(self._engines, lambda engine: engine.info(budget), budget)
+        except InflightError as error:
+            logger.info("the dtype that is served is not known yet: %s", error)
+            return
+        self._has_asked = True
+        served = served_dtype(one for i in infos for one in i.get("engines", [i]))
+        if served is not None and served.itemsize < width:
+            self._cast = served
+            logger.info(
+                "weights are cast to %s from the next version on, which is whole: the "
+                "engines serve that; dtype= says otherwise",
+                served,
+            )
+
     def _kept(self, job: QueuedPublish) -> PublishedVersion:
         """The version of a job, in memory or in the file of `delta_file`."""
         if self._kept_file is not None:
             return self._kept_file.take(job.snapshot, job.manifest)
-        return PublishedVersion.of_file(job.snapshot, job.manifest)
+        version = PublishedVersion.of_file(job.snapshot, job.manifest)
+        if self._is_kept_on_device and job.device is not None:
+            return version.copied_to(job.device)
+        return version
 
     def _stage(self, job: QueuedPublish) -> Coordinator | None:
         """The delivery, staged on every engine; None if it gave way."""
@@ -794,7 +865,7 @@ class Publisher:
         if longer is None:
             return False
         job.snapshot.remove()
-        job.snapshot = Snapshot.pack(named(longer.body.parts), self._directory)
+        job.snapshot = self._packed(longer.body.parts)
         names = (engine.name for engine in self._engines)
         job.bases = dict(zip(names, digests, strict=True))
         job.manifest = longer.manifest(job.step)
@@ -815,6 +886,7 @@ class Publisher:
             logger.warning("whole versions are sent from now on")
         job.snapshot.remove()
         job.snapshot = Snapshot.pack(delta.whole(), self._directory)
+        delta.base.free()  # else it would be there beside the one that is kept next
         job.delta, job.bases, job.is_named = None, {}, True
 
     def _may_follow(self, job: QueuedPublish) -> bool:
@@ -888,6 +960,13 @@ class Publisher:
         return any(
             isinstance(e, InProcessEngine) and e.loop is running for e in self._engines
         )
+
+
+def _current(device: torch.device | None) -> AbstractContextManager[None]:
+    """A context in which a GPU is the current one: kernels are launched there."""
+    if device is None or device.type != "cuda":
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def _of_unread(unread: Sequence[QueuedPublish], consequence: str) -> BaseException:

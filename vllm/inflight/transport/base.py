@@ -17,6 +17,10 @@ from typing import ClassVar
 
 from vllm.inflight import upstream
 from vllm.inflight.errors import Cancelled, TransferFault
+from vllm.inflight.transport.buckets.buffers import (
+    ONE_SET_BUCKET_BYTES,
+    ONE_SET_BUCKETS,
+)
 from vllm.inflight.transport.buckets.tensor_list import Pair, TensorList
 from vllm.inflight.transport.waiting import never
 
@@ -67,12 +71,20 @@ class StagedEngine(upstream.WeightTransferEngine):
             `transport_obstacle`.
         cancelled: returns True once the update is cancelled. The staging thread sets
             it; every wait calls it.
+        has_one_set: whether the worker has one set of weights. Memory beside it is
+            scarce then, so buckets are few and small. The staging thread sets it.
 
     """
 
     hands_whole_tensors: ClassVar[bool] = True
 
     cancelled: Callable[[], bool] = staticmethod(never)
+    has_one_set: bool = False
+
+    @classmethod
+    def one_set_bytes(cls) -> int:
+        """Bytes of the buckets on a GPU with one set of weights, by default."""
+        return ONE_SET_BUCKETS * ONE_SET_BUCKET_BYTES
 
     def load_all(self, incoming: Iterator[Pair]) -> None:
         """Give every tensor to the model, and receive the rest when the model stops.

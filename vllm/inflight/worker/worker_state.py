@@ -85,6 +85,10 @@ class Stager(Protocol):
         """What it stages updates in."""
 
     @property
+    def bucket_bytes(self) -> int:
+        """Bytes of a GPU that buckets take beside one set of weights, by default."""
+
+    @property
     def is_busy(self) -> bool:
         """Whether an update is being staged, or has not let go yet."""
 

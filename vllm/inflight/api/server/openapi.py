@@ -258,6 +258,10 @@ _INFO: dict[str, Schema] = _VERSION | {
             | {"description": "Of the shadow weights, or of the change logs."},
             "host_bytes": COUNT
             | {"description": "The most host memory that the logs go on in."},
+            "bucket_bytes": COUNT
+            | {"description": "Reserved on GPUs for buckets, beside the logs."},
+            "dtype": _TEXT_OR_NULL
+            | {"description": "Of all floating-point tensors; null: of several."},
             "has_logs": FLAG,
             "unproved": COUNT
             | {"description": "Tensors whose places the next update proves first."},

@@ -41,9 +41,11 @@ async def _staging(config: VllmConfig, control: Control) -> str:
     num_bytes = sum(reply["bytes"] for reply in replies)
     if any(reply.get("has_logs") for reply in replies):
         on_host = sum(reply.get("host_bytes", 0) for reply in replies)
+        buckets = sum(reply.get("bucket_bytes", 0) for reply in replies)
         return (
             f"one set of weights, and a log of {num_bytes / 2**30:.2f} GiB, which goes "
-            f"on in up to {on_host / 2**30:.2f} GiB of host memory"
+            f"on in up to {on_host / 2**30:.2f} GiB of host memory; buckets take "
+            f"{buckets / 2**30:.2f} GiB more"
         )
     chosen = InflightConfig.of(config).staging
     if chosen == "auto":

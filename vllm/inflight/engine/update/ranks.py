@@ -95,6 +95,11 @@ class Ranks:
         self.nbytes = sum(reply["bytes"] for reply in replies)
         self.host_bytes = sum(reply.get("host_bytes", 0) for reply in replies)
         """Most bytes of host memory that the logs of delta staging go on in."""
+        self.bucket_bytes = sum(reply.get("bucket_bytes", 0) for reply in replies)
+        """Bytes of GPUs that are reserved for buckets beside the logs."""
+        dtypes = {reply.get("dtype") for reply in replies}
+        self.dtype: str | None = dtypes.pop() if len(dtypes) == 1 else None
+        """The dtype of all floating-point tensors; None: they have several."""
         self.has_logs = any(reply.get("has_log") for reply in replies)
         """Whether ranks have one set of weights, and a log of what changes."""
         self.num_unproved = max([0, *(reply.get("unproved", 0) for reply in replies)])
@@ -140,11 +145,14 @@ class Ranks:
     @property
     def staging(self) -> dict[str, Any]:
         """Where updates are staged: `bytes` of shadow weights, or of logs; the most
-        `host_bytes` that logs go on in; tensors whose places are `unproved`; or the
-        `reason` why there is no staging."""
+        `host_bytes` that logs go on in; the `bucket_bytes` reserved beside logs; the
+        `dtype` of what is served; tensors whose places are `unproved`; or the `reason`
+        why there is no staging."""
         return {
             "bytes": self.nbytes,
             "host_bytes": self.host_bytes,
+            "bucket_bytes": self.bucket_bytes,
+            "dtype": self.dtype,
             "has_logs": self.has_logs,
             "unproved": self.num_unproved,
             "reason": self.reason,

@@ -65,6 +65,15 @@ class PublishedVersion:
         """
         return cls(tensors_of_file(snapshot.owner), manifest.tensors)
 
+    def copied_to(self, device: torch.device) -> PublishedVersion:
+        """The same version in memory of its own on a device."""
+        tensors = {name: t.to(device, copy=True) for name, t in self.pairs()}
+        return PublishedVersion(tensors, self.specs)
+
+    def free(self) -> None:
+        """Give the memory of its tensors back: there is no version any more."""
+        self._tensors = {}
+
     @property
     def num_bytes(self) -> int:
         """Bytes of its tensors."""

@@ -7,7 +7,8 @@ served.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -56,6 +57,23 @@ def dtype_of(name: str, dtype: torch.dtype, cast: Cast) -> torch.dtype:
         )
     check_cast(asked)
     return asked or dtype
+
+
+def served_dtype(engines: Iterable[Mapping[str, Any]]) -> torch.dtype | None:
+    """The dtype in which all engines serve all floating-point tensors.
+
+    Args:
+        engines: the reply of each one to `GET /weight_info`.
+
+    Returns:
+        None if they serve several, or if a server of an older release does not tell.
+
+    """
+    told = {(engine.get("staging") or {}).get("dtype") for engine in engines}
+    dtype = getattr(torch, str(told.pop()), None) if len(told) == 1 else None
+    if isinstance(dtype, torch.dtype) and _may_be_cast(dtype):
+        return dtype
+    return None
 
 
 def _may_be_cast(dtype: torch.dtype) -> bool:

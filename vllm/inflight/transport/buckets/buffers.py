@@ -7,6 +7,11 @@ import torch
 from vllm.inflight.transport.group import Group
 from vllm.inflight.transport.waiting import WaitLimit
 
+ONE_SET_BUCKETS = 2
+"""Most buckets of a worker with one set of weights. Fewer would not overlap."""
+ONE_SET_BUCKET_BYTES = 64 << 20
+"""Most bytes of such a bucket. A part of a delta has half of that."""
+
 
 class Buffers:
     """Buffers of one size, allocated before any transfer is in flight.

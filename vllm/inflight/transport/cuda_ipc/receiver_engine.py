@@ -10,7 +10,7 @@ call has returned, the tensors may change again.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,10 @@ import torch
 from vllm.inflight import upstream
 from vllm.inflight.errors import EngineFault, Malformed, TransferFault
 from vllm.inflight.transport.base import StagedEngine
+from vllm.inflight.transport.buckets.buffers import (
+    ONE_SET_BUCKET_BYTES,
+    ONE_SET_BUCKETS,
+)
 from vllm.inflight.transport.buckets.plan import Bucket, plan
 from vllm.inflight.transport.buckets.receiver import Receiver
 from vllm.inflight.transport.buckets.tensor_list import TensorList
@@ -155,6 +159,12 @@ class IpcEngine(StagedEngine):
         self._open(init_info, CudaMemory())
 
     def _open(self, init_info: IpcInitInfo, memory: SharedMemory) -> None:
+        if self.has_one_set:
+            init_info = replace(
+                init_info,
+                num_buckets=min(init_info.num_buckets, ONE_SET_BUCKETS),
+                bucket_bytes=min(init_info.bucket_bytes, ONE_SET_BUCKET_BYTES),
+            )
         limit = WaitLimit(init_info.timeout_s, self._is_cancelled)
         reader = Reader(init_info.terms, self.device, memory)
         try:

@@ -31,7 +31,11 @@ from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import Malformed
 from vllm.inflight.transport.base import StagedEngine
-from vllm.inflight.transport.buckets.buffers import Buffers
+from vllm.inflight.transport.buckets.buffers import (
+    ONE_SET_BUCKET_BYTES,
+    ONE_SET_BUCKETS,
+    Buffers,
+)
 from vllm.inflight.transport.buckets.receiver import Receiver
 from vllm.inflight.transport.buckets.tensor_list import Pair, TensorList
 from vllm.inflight.transport.files.allowed_paths import (
@@ -185,6 +189,13 @@ class LocalEngine(StagedEngine):
         staging = InflightConfig.of(self.vllm_config).staging
         return self.device.type == "cuda" and staging != "host"
 
+    @property
+    def _buckets(self) -> tuple[int, int]:
+        """How many buckets a GPU holds while files are read, and the bytes of each."""
+        if self.has_one_set:
+            return ONE_SET_BUCKETS, ONE_SET_BUCKET_BYTES
+        return NUM_BUCKETS, BUCKET_BYTES
+
     def _load_in_buckets(self, opened: TensorFiles) -> bool:
         """Load through a `FileReader`; False if there is no memory for it."""
         limit = WaitLimit(
@@ -195,7 +206,7 @@ class LocalEngine(StagedEngine):
             # Page-locking memory takes long, so the reader is kept. The memory of the
             # buckets returns to torch's cache, which gives it out again next time.
             if reader is None:
-                reader = self._reader = FileReader(self.device, BUCKET_BYTES)
+                reader = self._reader = FileReader(self.device, self._buckets[1])
             self._receive(reader, opened, limit)
         except BaseException as error:
             # The error's traceback keeps frames alive, and frames keep buckets alive.
@@ -207,8 +218,7 @@ class LocalEngine(StagedEngine):
                 "files are read without buckets, which is slower: there is no memory "
                 "for %d buckets of %d bytes on the GPU, for a tensor that is larger "
                 "than a bucket, or for page-locked host buffers (%s)",
-                NUM_BUCKETS,
-                BUCKET_BYTES,
+                *self._buckets,
                 error,
             )
             return False
@@ -220,7 +230,7 @@ class LocalEngine(StagedEngine):
     def _receive(
         self, reader: FileReader, files: TensorFiles, limit: WaitLimit
     ) -> None:
-        receiver = Receiver(reader, NUM_BUCKETS, limit)
+        receiver = Receiver(reader, self._buckets[0], limit)
         reader.begin(files)
         self.model.load_weights(receiver.tensors(files.tensor_list, limit))
 

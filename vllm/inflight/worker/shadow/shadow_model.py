@@ -218,6 +218,26 @@ class ShadowModel:
         served = {param.dtype for param in self.module.parameters()}
         return served | self.start_checkpoint.dtypes
 
+    @property
+    def served_dtype(self) -> str | None:
+        """The dtype of all floating-point tensors that are served, if there is one.
+
+        None where a layer is quantised, or some tensors are served in another dtype
+        than others. Then a trainer could lose bits by a cast.
+        """
+        if self.module is None or self.quantised:
+            return None
+        found = set(self.dtypes.values())
+        for name, tensor in self.live.state_dict().items():
+            # No checkpoint has the scales of the KV cache, which begin with this.
+            is_loaded = not name.rpartition(".")[2].startswith("_")
+            if is_loaded and name not in self.dtypes and tensor.is_floating_point():
+                found.add(str(tensor.dtype).removeprefix("torch."))
+        if len(found) != 1:
+            return None
+        (dtype,) = found
+        return dtype if getattr(torch, dtype).is_floating_point else None
+
     def _lack_of_room(self) -> str | None:
         """Why `auto` stages into a log; None if it need not.
 

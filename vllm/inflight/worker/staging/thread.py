@@ -600,14 +600,18 @@ class StagingThread(Background):
     # ---------------------------------------------------------------- helpers
     def _choose(self, name: str) -> Any:
         if name in messages.TRANSPORTS:
-            transport = getattr(self._stager, name)
-            transport.cancelled = self._is_cancelled
-            return transport
+            return self._prepared(getattr(self._stager, name))
         if self._worker.weight_transfer_engine is None:
             raise NoTransport("no weight transfer backend is configured")
         transport = self._worker.weight_transfer_engine
         if isinstance(transport, StagedEngine):
-            transport.cancelled = self._is_cancelled
+            self._prepared(transport)
+        return transport
+
+    def _prepared(self, transport: StagedEngine) -> StagedEngine:
+        """A transport of ours, which knows this update and its room."""
+        transport.cancelled = self._is_cancelled
+        transport.has_one_set = self._stager.shadow.log is not None
         return transport
 
     def _take_break(self) -> None:

@@ -174,6 +174,18 @@ class StagingWorker:
         made.worker = self.worker
         return made
 
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of a GPU that buckets take beside one set of weights, by default.
+
+        They are left out of the KV cache's budget, since a transport opens later.
+        """
+        if self.shadow.log is None or self.worker.device.type != "cuda":
+            return 0
+        configured = self.worker.weight_transfer_engine
+        ours = configured if isinstance(configured, StagedEngine) else StagedEngine
+        return ours.one_set_bytes()
+
     def note_sent(self, framework: str, params: Iterable[str]) -> None:
         """Note which parameters the staged version has written."""
         self._sent = framework, frozenset(params)
@@ -231,6 +243,8 @@ class StagingWorker:
             "reason": self.shadow.reason,
             "bytes": self.shadow.staging_bytes,
             "host_bytes": self.shadow.host_bytes,
+            "bucket_bytes": self.bucket_bytes,
+            "dtype": None if self.shadow.reason else self.shadow.served_dtype,
             "has_log": self.shadow.log is not None,
             "unproved": self.shadow.num_unproved,
             "is_reversible": self.shadow.is_reversible,

@@ -1,0 +1,117 @@
+"""Beside one set of weights, the buckets of a worker are few and small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.support.transports.host_memory import HostMemory
+from tests.support.transports.lent_to import worker
+from tests.support.transports.peers import (
+    CPU,
+    Recorder,
+    connect,
+    digests,
+    engine,
+    tensors,
+    transfer,
+)
+from vllm.inflight.transport.base import StagedEngine
+from vllm.inflight.transport.buckets.receiver import Receiver
+from vllm.inflight.transport.collective.receiver_engine import NcclEngine
+from vllm.inflight.transport.cuda_ipc.receiver_engine import IpcEngine
+from vllm.inflight.transport.files.receiver_engine import LocalEngine
+from vllm.inflight.worker.staging.worker import StagingWorker
+
+MIB = 1 << 20
+OF_ONE_SET = 2, 64 * MIB
+
+
+def buckets(receiver: Receiver | None) -> tuple[int, int]:
+    """How many buckets there are, and the bytes of each."""
+    assert receiver is not None
+    return receiver._slots.count, receiver._slots.num_bytes
+
+
+@pytest.mark.parametrize(
+    ("has_one_set", "expected"), [(False, (3, 256 * MIB)), (True, OF_ONE_SET)]
+)
+def test_lent_tensors_are_read_through_few_buckets(
+    monkeypatch: pytest.MonkeyPatch, has_one_set: bool, expected: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(IpcEngine, "has_one_set", has_one_set)
+    made = worker(HostMemory(), bucket_bytes=256 * MIB)
+    assert buckets(made._receiver) == expected
+    made.shutdown()
+
+
+def test_a_smaller_bucket_than_the_most_stays_as_it_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(IpcEngine, "has_one_set", True)
+    made = worker(HostMemory(), bucket_bytes=MIB, num_buckets=1)
+    assert buckets(made._receiver) == (1, MIB)
+    made.shutdown()
+
+
+def test_a_broadcast_is_received_in_two_buckets_of_the_trainers_size() -> None:
+    to, named = engine(), tensors(1)
+    to.has_one_set = True
+    sender = connect(to, num_buckets=5)
+    assert buckets(to._receiver) == (2, sender.group.terms.bucket_bytes)
+    transfer(to, sender, named)
+    assert digests(to.model.loaded.items()) == digests(named.items())
+    sender.group.close()
+    to.shutdown()
+
+
+def test_files_are_read_through_few_buckets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[int, int]] = []
+
+    class Noted(Receiver):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(buckets(self))
+
+    where = "vllm.inflight.transport.files.receiver_engine.Receiver"
+    monkeypatch.setattr(where, Noted)
+    monkeypatch.setattr(LocalEngine, "fills_gpu", True)
+    config = SimpleNamespace(
+        additional_config={}, parallel_config=None, model_config=None
+    )
+    to = LocalEngine(None, config, CPU, Recorder())
+    to.has_one_set = True
+    file = tmp_path / "model.safetensors"
+    save_file({"one": torch.ones(3)}, file)
+    to.receive_weights(to.parse_update_info({"path": str(file)}))
+    assert made == [OF_ONE_SET]
+    to.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("transport", "log", "device", "expected"),
+    [
+        (None, object(), "cuda", 128 * MIB),
+        (IpcEngine, object(), "cuda", 128 * MIB),
+        (NcclEngine, object(), "cuda", 512 * MIB),
+        (NcclEngine, None, "cuda", 0),  # two sets of weights
+        (IpcEngine, object(), "cpu", 0),
+    ],
+)
+def test_the_bytes_of_the_buckets_are_known_before_a_transport_is_open(
+    transport: type[StagedEngine] | None, log: object, device: str, expected: int
+) -> None:
+    stager = object.__new__(StagingWorker)
+    stager.shadow = SimpleNamespace(log=log)  # type: ignore[assignment]
+    configured = None if transport is None else object.__new__(transport)
+    stager.worker = SimpleNamespace(  # type: ignore[assignment]
+        weight_transfer_engine=configured, device=torch.device(device)
+    )
+    assert stager.bucket_bytes == expected
