@@ -115,7 +115,8 @@ build/frameworks: # beside the environment: nothing else needs it
 	mkdir -p $@/prime_rl
 	curl -sfL https://github.com/PrimeIntellect-ai/prime-rl/archive/$(PRIME_RL).tar.gz \
 		| tar -xz -C $@/prime_rl --strip-components 2 \
-			prime-rl-$(PRIME_RL)/src/prime_rl/inference/vllm/worker
+			prime-rl-$(PRIME_RL)/src/prime_rl/inference/vllm/worker \
+			prime-rl-$(PRIME_RL)/src/prime_rl/transports/rollouts/types.py
 
 test-releases: setup ## V=x.y.z: the core tests on that release of vLLM; without V, on all but the installed one
 	$(PY) -m tests.releases.suite $(V)
