@@ -93,14 +93,17 @@ def test_ages_count_versions_and_ratios_drop_what_is_too_old() -> None:
 
 
 def test_trls_rollout_function_masks_what_is_too_old(
-    server: Server, folders: list[Path]
+    server: Server, folders: list[Path], is_own: bool
 ) -> None:
     arguments = SimpleNamespace(
         vllm_server_base_url=server.url, max_completion_length=LENGTH
     )
     trainer = SimpleNamespace(args=arguments, num_generations=2)
+    prompts = ["hello", "hello", "you", "you"]
+    if is_own:
+        told = run_script("trl", "sampled", room="tests.support.frameworks")
+        assert told["prompts"] == prompts
     thread = publish_during(server, folders[1], "update-1")
-    prompts = ["hello", "you"]
     result = names(TRL)["rollout_func"](prompts, trainer, oldest=0)
     thread.join()
     assert result.keys() == {"prompt_ids", "completion_ids", "logprobs", "env_mask"}
