@@ -106,6 +106,7 @@ build/frameworks: # beside the environment: nothing else needs it
 	$(PY) -m pip install --quiet --no-deps --target $@/verl verl==0.9.1
 	$(PY) -m pip install --quiet --no-deps --target $@/checkpoint_engine checkpoint-engine==0.4.2
 	$(PY) -m pip install --quiet --no-deps --target $@/swift ms-swift==4.6.0
+	$(PY) -m pip install --quiet --no-deps --target $@/trl trl==1.16.0
 	mkdir -p $@/slime
 	curl -sfL https://github.com/THUDM/slime/archive/$(SLIME).tar.gz \
 		| tar -xz -C $@/slime --strip-components 1 slime-$(SLIME)/slime
@@ -115,7 +116,8 @@ build/frameworks: # beside the environment: nothing else needs it
 	mkdir -p $@/prime_rl
 	curl -sfL https://github.com/PrimeIntellect-ai/prime-rl/archive/$(PRIME_RL).tar.gz \
 		| tar -xz -C $@/prime_rl --strip-components 2 \
-			prime-rl-$(PRIME_RL)/src/prime_rl/inference/vllm/worker
+			prime-rl-$(PRIME_RL)/src/prime_rl/inference/vllm/worker \
+			prime-rl-$(PRIME_RL)/src/prime_rl/transports/rollouts/types.py
 
 test-releases: setup ## V=x.y.z: the core tests on that release of vLLM; without V, on all but the installed one
 	$(PY) -m tests.releases.suite $(V)

@@ -183,6 +183,11 @@ OWN: dict[str, Package] = {
             ),
         ),
         Package(
+            name="trl",
+            executed=("trl.kernels", "trl.extras", "trl.generation"),
+            empty=("accelerate", "datasets", "pandas", "peft"),
+        ),
+        Package(
             name="slime",
             executed=("slime.rollout.rm_hub", "slime.utils.accelerator"),
             empty=("ray", "sglang", "sglang_router", "pylatexenc", "slime.ray"),

@@ -13,9 +13,18 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.frameworks.packages import PACKAGES
 from tests.support.engines import gentle
 from tests.support.engines.script import run_script
-from tests.support.frameworks.recipes import LENGTH, PRIME_RL, PROMPT, TRL, VERL, names
+from tests.support.frameworks.recipes import (
+    LENGTH,
+    PRIME_RL,
+    PROMPT,
+    TRL,
+    VERL,
+    names,
+    training_sample,
+)
 from tests.support.frameworks.recipes import stand_in as module
 from tests.support.serving import Server
 from tests.support.waiting import until
@@ -40,6 +49,16 @@ def server(folders: list[Path]) -> Iterator[Server]:
     flags += ("--logits-processors", gentle.NAME)
     with Server(folders[0], *flags) as running:
         yield running
+
+
+@pytest.fixture(
+    params=[False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["stand-in", "own"],
+)
+def is_own(request: pytest.FixtureRequest) -> bool:
+    """Whether a recipe meets the framework's own file, of `make test-frameworks`."""
+    assert not request.param or PACKAGES.is_dir(), "run `make test-frameworks`"
+    return bool(request.param)
 
 
 def publish_during(server: Server, folder: Path, label: str) -> threading.Thread:
@@ -74,14 +93,17 @@ def test_ages_count_versions_and_ratios_drop_what_is_too_old() -> None:
 
 
 def test_trls_rollout_function_masks_what_is_too_old(
-    server: Server, folders: list[Path]
+    server: Server, folders: list[Path], is_own: bool
 ) -> None:
     arguments = SimpleNamespace(
         vllm_server_base_url=server.url, max_completion_length=LENGTH
     )
     trainer = SimpleNamespace(args=arguments, num_generations=2)
+    prompts = ["hello", "hello", "you", "you"]
+    if is_own:
+        told = run_script("trl", "sampled", room="tests.support.frameworks")
+        assert told["prompts"] == prompts
     thread = publish_during(server, folders[1], "update-1")
-    prompts = ["hello", "you"]
     result = names(TRL)["rollout_func"](prompts, trainer, oldest=0)
     thread.join()
     assert result.keys() == {"prompt_ids", "completion_ids", "logprobs", "env_mask"}
@@ -97,7 +119,7 @@ def test_trls_rollout_function_masks_what_is_too_old(
 
 @pytest.mark.parametrize("route", ["completions", "chat/completions"])
 def test_a_sample_of_prime_rl_leaves_out_what_is_too_old(
-    server: Server, folders: list[Path], route: str
+    server: Server, folders: list[Path], route: str, is_own: bool
 ) -> None:
     publish = {"path": str(folders[0]), "weight_version": "step_6"}
     assert server.post("/update_weights_from_disk", publish)["success"]
@@ -111,16 +133,22 @@ def test_a_sample_of_prime_rl_leaves_out_what_is_too_old(
     thread = publish_during(server, folders[1], "step_7")
     (choice,) = server.post(f"/v1/{route}", body)["choices"]
     thread.join()
-    sample = SimpleNamespace(
-        completion_ids=choice["token_ids"],
-        completion_mask=[False, False] + [True] * (LENGTH - 2),
-    )
     border = choice["weight_versions"][0]["end"]
+    # An answer of a tool follows, and an earlier branch has the first token.
+    context, tokens, tool = [7, 8, 9], choice["token_ids"], [5, 6]
+    mask = [False] * 4 + [True] * (LENGTH - 1) + [False] * 2
+    sample = training_sample(is_own)(
+        token_ids=context + tokens + tool,
+        mask=list(mask),
+        logprobs=[0.0] * len(mask),
+        temperatures=[1.0] * len(mask),
+        env_name="tool",
+    )
     mask_old = names(PRIME_RL)["mask_old"]
-    kept = mask_old(sample, choice, step=7, oldest=1).completion_mask
-    assert kept == [False, False] + [True] * (LENGTH - 2)
-    kept = mask_old(sample, choice, step=7, oldest=0).completion_mask
-    assert kept == [False] * border + [True] * (LENGTH - border)
+    kept = mask_old(sample, len(context), choice, step=7, oldest=1)
+    assert kept.mask == mask
+    kept = mask_old(sample, len(context), choice, step=7, oldest=0)
+    assert kept.mask == [False] * (3 + border) + mask[3 + border :]
 
 
 def test_verls_batch_gets_weights_and_a_mask() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -78,6 +79,14 @@ class AsVerl:
         return SimpleNamespace(
             token_ids=last.outputs[0].token_ids, extra_fields={"global_steps": 1}
         )
+
+
+def training_sample(is_own: bool) -> Any:
+    """prime-rl's `TrainingSample`, or a class that has any fields."""
+    if not is_own:
+        return SimpleNamespace
+    OWN["prime_rl"].use()
+    return import_module("prime_rl.transports.rollouts.types").TrainingSample
 
 
 def stand_in(name: str, **content: Any) -> None:
