@@ -176,7 +176,7 @@ def test_a_fault_within_the_swap_ends_the_engine_and_every_caller_is_told(
             speaking = pool.submit(says, server, got)
             until(lambda: got)
             # The publisher sends the whole version next, to a server that may be gone.
-            with pytest.raises(InflightError, match="log of the server|no answer to"):
+            with pytest.raises(InflightError, match=r"log of the server|no answer to"):
                 to.rollback() if point == "undo" else to.publish(version="delta")
             assert is_unhealthy(server)
             speaking.result(timeout=60)
