@@ -295,7 +295,7 @@ class Ranks:
         replies = self._flip(None, to)
         if any(reply.get("torn") for reply in replies):
             _stop(replies)
-        failed = [r["error"] for r in replies if "error" in r]
+        failed = {n: r["error"] for n, r in enumerate(replies) if "error" in r}
         if not failed:
             return max(reply["ok"] for reply in replies)
         # A flip is its own inverse, so ranks that flipped flip back. A failed flip
@@ -305,7 +305,8 @@ class Ranks:
             back = self._flip(flipped, "undo")
             if any("error" in reply for reply in back):
                 _stop(back)
-        raise EngineFault(f"the flip failed on {len(failed)} rank(s): {failed[0]}")
+        told = "; ".join(f"on rank {rank}: {error}" for rank, error in failed.items())
+        raise EngineFault(f"the flip failed {told}")
 
     def statuses(self) -> list[Status]:
         """The last status of every rank, in rank order."""
@@ -383,7 +384,11 @@ def verdict(statuses: list[Status], serial: int) -> InflightError | State | None
     current = [status for status in statuses if status.serial == serial]
     failed = [status for status in current if status.state == "failed"]
     if failed:
-        return refused(failed, current)
+        error = refused(failed, current)
+        if len(failed) < len(statuses):
+            ranks = [str(n) for n, each in enumerate(statuses) if each in failed]
+            error.message += f" (told by rank {', '.join(ranks)} of {len(statuses)})"
+        return error
     if len(current) < len(statuses):
         return None
     states = {status.state for status in current}
