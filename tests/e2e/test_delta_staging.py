@@ -5,6 +5,7 @@ the engines here are started without packing, as a GPU never packs.
 """
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -727,6 +728,8 @@ def test_a_tied_head_changes_with_its_embedding(start, checkpoint, tmp_path):
     [
         ("tensor", None),
         ("pipeline", None),
+        # Two of them hold each of its KV heads.
+        pytest.param("four", None, marks=pytest.mark.slow),
         ("expert", "qwen3_moe"),
         pytest.param("expert", "mixtral", marks=pytest.mark.slow),
         pytest.param("expert", "deepseek_v3", marks=pytest.mark.slow),
@@ -735,12 +738,13 @@ def test_a_tied_head_changes_with_its_embedding(start, checkpoint, tmp_path):
         pytest.param("pipeline", "mixtral", marks=pytest.mark.slow),
     ],
 )
-def test_two_ranks_serve_what_deltas_and_whole_versions_lead_to(
+def test_ranks_serve_what_deltas_and_whole_versions_lead_to(
     old, checkpoint, parallel, family
 ):
     if family is not None and not CAN_UNPACK_EXPERTS:
         pytest.skip("experts are packed")
-    bind = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    num_ranks = 4 if parallel == "four" else 2
+    bind = {"VLLM_CPU_OMP_THREADS_BIND": "|".join("0101"[:num_ranks])}
     folder = old if family is None else checkpoint(0, family=family)
     options = json.dumps(cpu_options(family) if family else {})
     seen = run_script("delta_ranks", folder, parallel, "delta", options, env=bind)
@@ -756,7 +760,38 @@ def test_two_ranks_serve_what_deltas_and_whole_versions_lead_to(
     # On both ranks, although the other one had flipped.
     assert seen["back after it"] == [seen["deltas"][-1][1:], wholes[-1]]
     assert (seen["lost"], seen["filled"]) == ("gone", wholes[-1])
+    _refused_deltas_that_reach_ranks_altered(seen["altered"], REASONS.get(parallel, []))
+    _recovered_from_other_bits(seen["other bits"])
     assert parallel != "expert" or seen["fresh"] == wholes[-1][1]
+
+
+REASONS = {
+    "tensor": [
+        "cut over the ranks are not the announced ones",
+        "model.norm.weight: with these changes.*told by rank 1 of 2",
+    ],
+    "four": ["ranks 0, 1 hold the same parts"],
+}
+
+
+def _refused_deltas_that_reach_ranks_altered(
+    altered: list[Any], reasons: list[str]
+) -> None:
+    """They change nothing on any rank, and work when they come as they should."""
+    for each, reason in zip(altered, reasons, strict=True):
+        code, message = each["refusal"]
+        assert code == "weights_mismatch" and re.search(reason, message), message
+        assert each["before"] == each["after"] == each["back"] != each["then"]
+
+
+def _recovered_from_other_bits(seen: dict[str, Any]) -> None:
+    """No rank has what the swap of one of them could not prove."""
+    code, message = seen["refusal"]
+    assert code == "engine_fault"
+    assert "the flip failed on rank 1" in message and "other bits" in message
+    assert seen["after"] == seen["before"] and seen["digest"] is None
+    assert seen["are deltas"] == [False, True, True]
+    assert seen["deltas"] == seen["whole"] != seen["before"]
 
 
 @pytest.fixture
