@@ -404,6 +404,56 @@ def test_a_parameter_that_others_wrote_beside_the_log_stops_the_commit(
     settle()
 
 
+def moved(llm: Any) -> None:
+    """A parameter gets other memory, with the same bits in it."""
+    param = live_of(llm)["model.layers.0.mlp.down_proj.weight"]
+    param.data = param.data.clone()
+
+
+def test_a_parameter_that_moved_while_an_update_is_staged_stops_the_commit(
+    on_old, new, fresh
+):
+    first = greedy(on_old)
+    update_id = stage(on_old, new)
+    moved(on_old)
+    with pytest.raises(UpdateBusy, match="has written into the live weights"):
+        on_old.finish_weight_update("new", update_id=update_id)
+    on_old.abort_weight_update(update_id=update_id)
+    assert greedy(on_old) == first
+    assert on_old.weight_info()["digest"] is None
+    on_old.update_weights_from_disk(str(new), "new")
+    assert greedy(on_old) == fresh
+    on_old.rollback_weights()
+    assert greedy(on_old) == first
+
+
+def test_a_parameter_that_moved_between_updates_is_found_where_it_lies(
+    on_old, old, new, fresh, weights, tmp_path
+):
+    first = greedy(on_old)
+    on_old.update_weights_from_disk(str(new), "new")
+    moved(on_old)
+    with pytest.raises(NothingToRollBack):  # its swap would write into other memory
+        on_old.rollback_weights()
+    assert on_old.weight_info()["digest"] is None
+    assert greedy(on_old) == fresh
+    on_old.update_weights_from_disk(str(old), "old")
+    assert greedy(on_old) == first
+    with Publisher(on_old, weights) as to:
+        to.publish("base")
+        moved(on_old)
+        step(weights, 1)
+        assert not to.publish("whole").is_delta
+        between = tokens(on_old)
+        step(weights, 2)
+        assert to.publish("delta").is_delta
+        to.rollback()
+        assert tokens(on_old) == between
+        to.rollback()
+    assert tokens_after_whole(on_old, weights, tmp_path) == tokens(on_old)
+    assert on_old.verify_weights()["result"] == "equal"
+
+
 def add_one(worker: Any) -> None:
     worker.model_runner.get_model().model.norm.weight.data[3:9].add_(1)
 
