@@ -5,6 +5,7 @@ the engines here are started without packing, as a GPU never packs.
 """
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -421,6 +422,56 @@ def test_a_parameter_that_others_wrote_beside_the_log_stops_the_commit(
     settle()
 
 
+def moved(llm: Any) -> None:
+    """A parameter gets other memory, with the same bits in it."""
+    param = live_of(llm)["model.layers.0.mlp.down_proj.weight"]
+    param.data = param.data.clone()
+
+
+def test_a_parameter_that_moved_while_an_update_is_staged_stops_the_commit(
+    on_old, new, fresh
+):
+    first = greedy(on_old)
+    update_id = stage(on_old, new)
+    moved(on_old)
+    with pytest.raises(UpdateBusy, match="has written into the live weights"):
+        on_old.finish_weight_update("new", update_id=update_id)
+    on_old.abort_weight_update(update_id=update_id)
+    assert greedy(on_old) == first
+    assert on_old.weight_info()["digest"] is None
+    on_old.update_weights_from_disk(str(new), "new")
+    assert greedy(on_old) == fresh
+    on_old.rollback_weights()
+    assert greedy(on_old) == first
+
+
+def test_a_parameter_that_moved_between_updates_is_found_where_it_lies(
+    on_old, old, new, fresh, weights, tmp_path
+):
+    first = greedy(on_old)
+    on_old.update_weights_from_disk(str(new), "new")
+    moved(on_old)
+    with pytest.raises(NothingToRollBack):  # its swap would write into other memory
+        on_old.rollback_weights()
+    assert on_old.weight_info()["digest"] is None
+    assert greedy(on_old) == fresh
+    on_old.update_weights_from_disk(str(old), "old")
+    assert greedy(on_old) == first
+    with Publisher(on_old, weights) as to:
+        to.publish("base")
+        moved(on_old)
+        step(weights, 1)
+        assert not to.publish("whole").is_delta
+        between = tokens(on_old)
+        step(weights, 2)
+        assert to.publish("delta").is_delta
+        to.rollback()
+        assert tokens(on_old) == between
+        to.rollback()
+    assert tokens_after_whole(on_old, weights, tmp_path) == tokens(on_old)
+    assert on_old.verify_weights()["result"] == "equal"
+
+
 def add_one(worker: Any) -> None:
     worker.model_runner.get_model().model.norm.weight.data[3:9].add_(1)
 
@@ -745,6 +796,8 @@ def test_a_tied_head_changes_with_its_embedding(start, checkpoint, tmp_path):
     [
         ("tensor", None),
         ("pipeline", None),
+        # Two of them hold each of its KV heads.
+        pytest.param("four", None, marks=pytest.mark.slow),
         ("expert", "qwen3_moe"),
         pytest.param("expert", "mixtral", marks=pytest.mark.slow),
         pytest.param("expert", "deepseek_v3", marks=pytest.mark.slow),
@@ -755,12 +808,13 @@ def test_a_tied_head_changes_with_its_embedding(start, checkpoint, tmp_path):
         pytest.param("pipeline", "falcon_h1", marks=pytest.mark.slow),
     ],
 )
-def test_two_ranks_serve_what_deltas_and_whole_versions_lead_to(
+def test_ranks_serve_what_deltas_and_whole_versions_lead_to(
     old, checkpoint, parallel, family
 ):
     if family is not None and not CAN_UNPACK_EXPERTS:
         pytest.skip("experts are packed")
-    bind = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    num_ranks = 4 if parallel == "four" else 2
+    bind = {"VLLM_CPU_OMP_THREADS_BIND": "|".join("0101"[:num_ranks])}
     folder = old if family is None else checkpoint(0, family=family)
     options = json.dumps(cpu_options(family) if family else {})
     seen = run_script("delta_ranks", folder, parallel, "delta", options, env=bind)
@@ -778,7 +832,38 @@ def test_two_ranks_serve_what_deltas_and_whole_versions_lead_to(
     # On both ranks, although the other one had flipped.
     assert seen["back after it"] == [seen["deltas"][-1][1:], wholes[-1]]
     assert (seen["lost"], seen["filled"]) == ("gone", wholes[-1])
+    _refused_deltas_that_reach_ranks_altered(seen["altered"], REASONS.get(parallel, []))
+    _recovered_from_other_bits(seen["other bits"])
     assert parallel != "expert" or seen["fresh"] == wholes[-1][1]
+
+
+REASONS = {
+    "tensor": [
+        "cut over the ranks are not the announced ones",
+        "model.norm.weight: with these changes.*told by rank 1 of 2",
+    ],
+    "four": ["ranks 0, 1 hold the same parts"],
+}
+
+
+def _refused_deltas_that_reach_ranks_altered(
+    altered: list[Any], reasons: list[str]
+) -> None:
+    """They change nothing on any rank, and work when they come as they should."""
+    for each, reason in zip(altered, reasons, strict=True):
+        code, message = each["refusal"]
+        assert code == "weights_mismatch" and re.search(reason, message), message
+        assert each["before"] == each["after"] == each["back"] != each["then"]
+
+
+def _recovered_from_other_bits(seen: dict[str, Any]) -> None:
+    """No rank has what the swap of one of them could not prove."""
+    code, message = seen["refusal"]
+    assert code == "engine_fault"
+    assert "the flip failed on rank 1" in message and "other bits" in message
+    assert seen["after"] == seen["before"] and seen["digest"] is None
+    assert seen["are deltas"] == [False, True, True]
+    assert seen["deltas"] == seen["whole"] != seen["before"]
 
 
 @pytest.fixture

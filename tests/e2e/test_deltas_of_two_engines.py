@@ -1,9 +1,11 @@
 """One trainer, and two servers that apply deltas in different ways.
 
-Both serve the same version, or the publish fails on both.
+Both serve the same version, or the publish fails on both. One that has ended and starts
+again is brought to the version of the other one.
 """
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests.support.deltas import stepped
 from tests.support.serving import Server
-from vllm.inflight.errors import ChangeLogFull
+from vllm.inflight.errors import ChangeLogFull, EngineUnreachable
 from vllm.inflight.trainer import Outcome, Publisher
 
 pytestmark = pytest.mark.engine
@@ -88,3 +90,48 @@ def test_engines_that_serve_different_versions_are_brought_together_by_a_publish
         assert served() == {before_last}
         to.rollback()
         assert served() == {last}
+
+
+def test_a_server_that_was_killed_and_started_again_gets_the_next_version(
+    servers: tuple[Server, Server], old: Path
+) -> None:
+    """It serves the weights it starts with, and nobody knows their digest.
+
+    This is the last test here, as it ends one of the servers of all.
+    """
+    weights = load_file(old / "model.safetensors")
+    running, urls = list(servers), [server.url for server in servers]
+    body = {"model": "tiny", "prompt": "The weights", "max_tokens": 16}
+    body |= {"temperature": 0, "ignore_eos": True}
+
+    def says(server: Server) -> str:
+        return str(server.post("/v1/completions", body)["choices"][0]["text"])
+
+    def served(server: Server) -> str:
+        return str(server.client.get("/weight_info").json()["digest"])
+
+    with Publisher(urls, lambda: weights, timeout_s=10) as to, ExitStack() as again:
+
+        def published(is_delta: bool) -> None:
+            nonlocal weights
+            weights = stepped(weights, 1, share=0.01)
+            outcome = to.publish()
+            assert outcome.is_delta is is_delta
+            assert {served(server) for server in running} == {outcome.digest}
+
+        to.publish()
+        published(is_delta=True)
+        before = served(running[0])
+        running[1].kill()
+        weights = stepped(weights, 2, share=0.01)
+        with pytest.raises(EngineUnreachable):
+            to.publish()
+        assert served(running[0]) == before
+        port = int(urls[1].rpartition(":")[2])
+        running[1] = again.enter_context(Server(old, *LOCAL, *LOG, port=port))
+        published(is_delta=False)
+        published(is_delta=True)
+        said = says(running[1])
+        with Publisher(urls[1], weights, delta="off") as whole:
+            whole.publish()
+        assert says(running[1]) == said

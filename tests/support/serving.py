@@ -24,7 +24,15 @@ START_S = 300
 
 
 class Server:
-    """Serves a checkpoint on a free loopback port.
+    """Serves a checkpoint on a loopback port.
+
+    Args:
+        model: the checkpoint.
+        flags: of `vllm serve`.
+        env: variables of its environment.
+        key: its control key.
+        main: the module that it runs.
+        port: of a server that has ended; 0 for a free one.
 
     Attributes:
         url: where it answers.
@@ -39,11 +47,12 @@ class Server:
         env: dict[str, str] | None = None,
         key: str | None = None,
         main: str = MAIN,
+        port: int = 0,
     ) -> None:
         # Held, and not listened on, until the server does: nobody else is given it.
         self._probe = socket.socket()
         self._probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._probe.bind(("127.0.0.1", 0))
+        self._probe.bind(("127.0.0.1", port))
         port = self._probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self._log = tempfile.NamedTemporaryFile(  # noqa: SIM115 (closed at exit)
@@ -106,6 +115,11 @@ class Server:
     def pid(self) -> int:
         """The server's process, leader of its own group."""
         return self._process.pid
+
+    def kill(self) -> None:
+        """End the server and its processes at once, without a word."""
+        os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
 
     def log(self) -> str:
         """What the server has said."""

@@ -61,8 +61,9 @@ class Status:
     """Digest of the parameters that a method of a worker extension has written itself,
     which are this rank's own; None if there are none."""
     shares: list[int] | None = None
-    """Of a delta: what the rank's parts of cut tensors add to their digests, and what
-    the shares of all ranks have to add up to; see worker/delta/shares.py."""
+    """Of a delta: what the rank's parts of cut tensors add to their digests, what the
+    shares of all ranks have to add up to, and what was found of parts that several
+    ranks hold; see worker/delta/shares.py."""
     drift: dict[str, Any] | None = None
     """Distance from the live weights, see worker/verify/drift.py; None: not known."""
     unfilled: list[str] | None = None

@@ -233,7 +233,7 @@ def bucket(parts: Any) -> bytes:
 DELTA_SIZES, DELTA_WIDTHS = [3000, 900, 2000, 40], [2, 4, 1, 8]
 
 
-def delta_part() -> delta.Part:
+def delta_part(compress: int | None = None) -> delta.Part:
     """A part of a delta: gaps, runs, a bitmap and a whole block."""
     pairs = []
     dtypes = torch.bfloat16, torch.float32, torch.int8, torch.int64
@@ -244,7 +244,7 @@ def delta_part() -> delta.Part:
     for dtype, size, places in zip(dtypes, DELTA_SIZES, changes, strict=True):
         old = random_bits(dtype, size)
         pairs.append((old, with_changes(old, places, most=100)))
-    (part,) = parts_of(pairs)
+    (part,) = parts_of(pairs, compress=compress)
     return part
 
 
@@ -268,8 +268,7 @@ def decode_part(table: bytes, data: bytes) -> None:
         assert changes.bits.element_size() == DELTA_WIDTHS[changes.number]
 
 
-def delta_bytes() -> bytes:
-    part = delta_part()
+def delta_bytes(part: delta.Part) -> bytes:
     return struct.pack("<I", len(part.table)) + raw(part.table) + raw(part.data)
 
 
@@ -278,9 +277,8 @@ def read_delta(data: bytes) -> None:
     decode_part(data[4 : 4 + size], data[4 + size :])
 
 
-def delta_fields() -> dict[str, Any]:
+def delta_fields(part: delta.Part) -> dict[str, Any]:
     """A part as numbers, so that they can be changed one by one."""
-    part = delta_part()
     table = raw(part.table)
     return {
         "header": list(HEADER.unpack_from(table))[1:],
@@ -314,9 +312,9 @@ def read_delta_file(data: bytes) -> None:
             decode_part(raw(part.table), raw(part.data))
 
 
-def delta_file() -> bytes:
+def delta_file(part: delta.Part) -> bytes:
     with tempfile.NamedTemporaryFile(dir=files.SHARED_MEMORY) as file:
-        delta.save(file.name, [delta_part()], {"manifest": "{}"})
+        delta.save(file.name, [part], {"manifest": "{}"})
         return Path(file.name).read_bytes()
 
 
@@ -348,6 +346,7 @@ REQUEST = {
     "parameters_info": [{"name": "a", "shape": [2], "dtype": "torch.bfloat16"}],
 }
 TERMS = b'{"wire": "gloo", "world_size": 2, "bucket_bytes": 1024, "line": 4711}'
+DELTAS = delta_part(), delta_part(compress=3)
 REFUSED = (InflightError, ValueError)
 """What a rank turns into a refusal, where it reads an `init_info` or `update_info`."""
 
@@ -382,9 +381,9 @@ PARSERS: dict[str, Parser] = {
     "spool": Parser([save(TENSORS), *pickles()], spool(None)),
     "bucket": Parser([bucket(PARTS)], spool("flattened_bucket")),
     "parts": Parser([PARTS], lambda parts: spool("flattened_bucket")(bucket(parts))),
-    "delta": Parser([delta_bytes()], read_delta),
-    "fields of a delta": Parser([delta_fields()], read_fields),
-    "delta file": Parser([delta_file()], read_delta_file),
+    "delta": Parser([*map(delta_bytes, DELTAS)], read_delta),
+    "fields of a delta": Parser([*map(delta_fields, DELTAS)], read_fields),
+    "delta file": Parser([*map(delta_file, DELTAS)], read_delta_file),
     "pickle": Parser(pickles(), lambda data: safe_unpickler.tensors(data, "it")),
     "message": Parser(messages(), lambda data: safe_unpickler.message(data, "it", [])),
     "sockets": Parser(

@@ -1,7 +1,8 @@
 """Faults in an engine with delta staging: at the points of any update, and of deltas.
 
 The swap is stopped in its middle, where the one set of weights belongs to no version.
-What is raised there ends the engine, so it is no cell.
+What is raised there ends the engine. So an engine in this process has no such cell, and
+a server with processes of its own has it: see `TORN`.
 """
 
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 from safetensors.torch import load_file, save_file
@@ -32,6 +34,7 @@ from tests.support.deltas import delta_between, stepped
 from tests.support.engines.unpacked import unpacked
 from tests.support.serving import Server
 from tests.support.shared_memory import names, nothing_came
+from tests.support.waiting import until
 from vllm.inflight.errors import InflightError
 from vllm.inflight.trainer import Publisher
 
@@ -56,7 +59,7 @@ def options() -> dict[str, Any]:
 
 
 def has_end(cell: Cell) -> bool:
-    """Whether the engine lives on."""
+    """Whether the engine lives on, which would end this process as well."""
     return cell.point != IN_FLIP or cell.fault not in RAISED
 
 
@@ -133,6 +136,70 @@ def server(trap: Trap, old: Path) -> Iterator[Server]:
     env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     with Server(old, *flags, env=env) as running:
         yield running
+
+
+NAMED = dict(zip(RAISED, ("RuntimeError", "OutOfMemoryError"), strict=True))
+TORN = [
+    (point, fault, victim)
+    for point in (IN_FLIP, "undo")
+    for fault in RAISED
+    for victim in ("rank 0", "rank 1")
+]
+"""What is raised in the middle of the swap of a commit, and of a rollback."""
+
+
+@pytest.mark.parametrize(
+    ("point", "fault", "victim"),
+    [
+        pytest.param(
+            *cell, id="-".join(cell), marks=() if cell == TORN[1] else pytest.mark.slow
+        )
+        for cell in TORN
+    ],
+)
+def test_a_fault_within_the_swap_ends_the_engine_and_every_caller_is_told(
+    server: Server, trap: Trap, old: Path, point: str, fault: str, victim: str
+) -> None:
+    """The set of weights is a mixture then, so no token may be made with it."""
+    known, weights = names(), load_file(old / "model.safetensors")
+    family = [psutil.Process(server.pid)]
+    family += family[0].children(recursive=True)
+    got: list[Any] = []
+    with Publisher(server.url, lambda: weights, timeout_s=15) as to:
+        to.publish(version="whole")
+        weights = stepped(weights, 1, share=0.2)
+        if point == "undo":
+            assert to.publish(version="delta").is_delta
+        expected = generate(server, max_tokens=NUM_TOKENS)["token_ids"]
+        trap.arm(IN_FLIP, fault, f"{victim} of 2")
+        with ThreadPoolExecutor(1) as pool:
+            speaking = pool.submit(says, server, got)
+            until(lambda: got)
+            # The publisher sends the whole version next, to a server that may be gone.
+            with pytest.raises(InflightError, match=r"log of the server|no answer to"):
+                to.rollback() if point == "undo" else to.publish(version="delta")
+            assert is_unhealthy(server)
+            speaking.result(timeout=60)
+    assert trap.disarm(), "the point was not reached"
+    are_gone(family)
+    nothing_came(known)
+    log = server.log()
+    assert f"a swap broke off: {NAMED[fault]}('injected at {IN_FLIP}'" in log
+    assert "the live weights may mix two versions" in log
+    choices = [choice for chunk in got for choice in chunk.get("choices", ())]
+    said = [token for choice in choices for token in choice["token_ids"] or ()]
+    assert said == expected[: len(said)] and len(said) < NUM_TOKENS
+    served = "delta" if point == "undo" else "whole"
+    spans = [span for choice in choices for span in choice["weight_versions"]]
+    assert {span["version"] for span in spans} == {served}
+
+
+def is_unhealthy(server: Server) -> bool:
+    """Whether the server says that its engine has ended, or does not answer."""
+    try:
+        return server.client.get("/health").status_code == 503
+    except httpx.TransportError:
+        return True
 
 
 @pytest.mark.parametrize(

@@ -1,27 +1,40 @@
-"""Deltas into two ranks, run as a script: prints what happened as JSON.
+"""Deltas into two ranks or four, run as a script: prints what happened as JSON.
 
 Usage: python -m tests.support.engines.delta_ranks CHECKPOINT PARALLEL \
     [STAGING [OPTIONS]]
 
 PARALLEL is `tensor`, `pipeline` or `expert`: experts are shared out over the two ranks,
-and other layers are cut. OPTIONS of the engine are JSON.
+and other layers are cut. With `four` there are four tensor-parallel ranks. OPTIONS of
+the engine are JSON.
 """
 
 import json
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from tests.support.deltas import stepped
+from tests.support.deltas import delta_between, stepped
 from tests.support.engines.probe import prompts
 from tests.support.engines.script import tell
+from vllm.inflight.errors import InflightError
 
 NUM_STEPS = 4
+LAYER = "model.layers.0"
+ALTERED = {
+    "tensor": [
+        (f"{LAYER}.self_attn.q_proj.weight", [0, 1]),
+        ("model.norm.weight", [0, 1]),
+    ],
+    "four": [(f"{LAYER}.self_attn.k_proj.weight", [1, -1, 0, 0])],
+}
+"""Tensors of a delta that reach each rank with other bits: one that is cut, one that is
+whole, and one whose parts two of four ranks hold each."""
 
 
 def main(
@@ -33,6 +46,8 @@ def main(
     from vllm.inflight.trainer import Publisher
 
     ranks: dict[str, Any] = {f"{parallel}_parallel_size": 2}
+    if parallel == "four":
+        ranks = {"tensor_parallel_size": 4}
     if parallel == "expert":
         ranks = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
     extension = "transport.Extension"
@@ -91,6 +106,10 @@ def main(
         for _ in range(2):
             llm.rollback_weights()
             seen["back after it"].append(served())
+        seen["altered"] = [
+            altered(llm, weights, *each, served) for each in ALTERED.get(parallel, [])
+        ]
+        seen["other bits"] = written_before_swap(llm, stepped(weights, 9))
     seen["scrubbed"] = llm.verify_weights()["result"]
     weights, seen["wholes"], seen["drifts of wholes"] = load_file(file), [], []
     with tempfile.TemporaryDirectory() as root:
@@ -114,6 +133,64 @@ def main(
             seen["fresh"] = served()[1]
             llm.llm_engine.engine_core.shutdown()
     tell(seen)
+
+
+def altered(
+    llm: Any,
+    weights: dict[str, Any],
+    name: str,
+    units: list[int],
+    served: Callable[[], Any],
+) -> dict[str, Any]:
+    """A delta that is altered on its way, and the same one as it should be."""
+    new, seen = stepped(weights, 7), {"before": served()}
+    manifest, parts = delta_between(weights, new, seen["before"][0])
+
+    def send() -> None:
+        update_id = llm.start_weight_update(manifest=manifest)["update_id"]
+        with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
+            save_file(parts, file.name)
+            llm.update_weights({"path": file.name}, update_id=update_id)
+            llm.finish_weight_update(update_id=update_id)
+
+    llm.collective_rpc("tests_alter_next_delta", args=(name, units))
+    try:
+        send()
+    except InflightError as error:
+        seen["refusal"] = [error.code, str(error)]
+    seen["after"] = served()
+    send()
+    seen["then"] = served()
+    llm.rollback_weights()
+    seen["back"] = served()
+    return seen
+
+
+def written_before_swap(llm: Any, weights: dict[str, Any]) -> dict[str, Any]:
+    """A version whose swap meets other bits on one rank, and what follows it."""
+    from vllm.inflight.trainer import Publisher
+
+    seen: dict[str, Any] = {"before": llm.collective_rpc("tests_bits")}
+    llm.collective_rpc("tests_write_before_next_swap")
+    with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
+        save_file(weights, file.name)
+        try:
+            llm.update_weights_from_disk(file.name)
+        except InflightError as error:
+            seen["refusal"] = [error.code, str(error)]
+    seen["after"] = llm.collective_rpc("tests_bits")
+    seen["digest"] = llm.weight_info()["digest"]
+    with Publisher(llm, lambda: weights) as to:
+        seen["are deltas"] = []
+        for seed in range(2):
+            seen["are deltas"].append(to.publish().is_delta)
+            weights = stepped(weights, seed)
+        seen["are deltas"].append(to.publish().is_delta)
+        seen["deltas"] = llm.collective_rpc("tests_bits")
+    with Publisher(llm, lambda: weights, delta="off") as to:
+        to.publish()
+        seen["whole"] = llm.collective_rpc("tests_bits")
+    return seen
 
 
 if __name__ == "__main__":

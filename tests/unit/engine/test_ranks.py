@@ -68,7 +68,7 @@ def test_a_flip_of_all_ranks_is_one_call():
 def test_the_ranks_that_flipped_flip_back():
     executor = Executor([GOOD, BAD], [GOOD, GOOD])
     ranks = Ranks(executor, 2)
-    with pytest.raises(EngineFault, match="failed on 1 rank"):
+    with pytest.raises(EngineFault, match="failed on rank 1: RuntimeError: no"):
         ranks.flip("before")
     ranks.close()
     assert executor.flips == [(None, "before"), ([0], "undo")]
@@ -271,6 +271,13 @@ def test_one_rejection_names_the_tensors_that_each_rank_rejected():
     assert "3 tensors" in str(error)
     assert "missing: a, b" in str(error) and "missing: b, c" in str(error)
     assert error.remedy == CAUSES[Cause.MISSING][1]
+
+
+def test_the_error_of_some_ranks_says_of_which():
+    """The others may have met nothing, or be at work still."""
+    for other in (Status(1, "staged"), Status(1, "staging"), Status(0)):
+        error = verdict([other, failed(missing("a"))], 1)
+        assert str(error) == f"{missing('a')} (told by rank 1 of 2)"
 
 
 def test_tensors_that_all_ranks_reject_are_named_once_and_counted():

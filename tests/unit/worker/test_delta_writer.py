@@ -1,6 +1,6 @@
 """Deltas on shadow parameters in an arena: a GPU's code, on the host's memory."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.deltas import integers
 from tests.support.shadow_on_host import Sets, shows, version
 from vllm.inflight import ops
 from vllm.inflight.delta import Encoder
@@ -23,6 +24,7 @@ from vllm.inflight.errors import (
 )
 from vllm.inflight.messages import Status
 from vllm.inflight.update import Manifest, TensorSpec
+from vllm.inflight.worker.delta.shares import NUM
 from vllm.inflight.worker.memory.arena import Arena
 from vllm.inflight.worker.verify.drift import Sampler, Samples, drift
 from vllm.inflight.worker.verify.ignored_tensors import IgnoredTensors
@@ -377,18 +379,33 @@ def halves(seed: int) -> Weights:
 
 
 NEW = stepped(halves(2), 3, share=0.3)
+AT = next(
+    place
+    for place in range(8 * 16)
+    if all(
+        new.view(-1)[place] != old.view(-1)[place]
+        for new, old in zip(
+            NEW["rows"].chunk(2), halves(2)["rows"].chunk(2), strict=True
+        )
+    )
+)
+"""An element of both halves of the rows that changes."""
 
 
 def statuses_of(
-    ranks: Sequence[Rank], tp_size: int, unused: tuple[str, ...] = ()
+    ranks: Sequence[Rank],
+    tp_size: int,
+    unused: tuple[str, ...] = (),
+    off: Mapping[int, int] = {},
 ) -> list[Status]:
     """What these ranks report of a delta, after each has served two versions.
 
-    The engine has no use for the tensors `unused`.
+    The engine has no use for the tensors `unused`. On a rank of `off`, an element that
+    the delta changes has been off by so many units in the last place before.
     """
     statuses = []
     with ExitStack() as open_arenas:
-        for rank in ranks:
+        for number, rank in enumerate(ranks):
             arena = open_arenas.enter_context(Arena.open(torch.device("cpu"), 1 << 26))
             first = {n: t for n, t in halves(0).items() if n in rank.names}
             sets = Sets(arena, kind=rank, first=first)
@@ -401,6 +418,9 @@ def statuses_of(
                 sets.stage(halves(seed).items())
                 sets.stager.flip()
             manifest, parts = delta(halves(2), NEW, sets.stager.served.digest())
+            for module in (sets.live, sets.second) if number in off else ():
+                bits = integers(module.rows.data)
+                bits[AT] += off[number]
             sets.stage(parts.items(), manifest=manifest)
             # Each rank knows the drift of tensors that it serves a part of.
             assert (
@@ -451,6 +471,23 @@ def test_the_shares_of_ranks_that_hold_the_same_parts_count_each_holder():
     first, *_, last = statuses
     uneven = agree([first, first, first, last])
     assert isinstance(uneven, WeightsMismatch | DeltaUnsupported)
+
+
+def test_faults_of_two_holders_of_one_part_are_found_although_they_cancel_in_the_sum():
+    ranks = [Rank(0), Rank(0), Rank(1), Rank(1)]
+    good = statuses_of(ranks, 4)
+    for off in ({0: 7, 1: -7}, {2: -1, 3: 1}):
+        bad = statuses_of(ranks, 4, off=off)
+        assert sum_of(bad) == sum_of(good)
+        error = agree(bad)
+        assert isinstance(error, WeightsMismatch)
+        assert f"ranks {min(off)}, {max(off)} hold the same parts" in str(error)
+
+
+def sum_of(statuses: list[Status]) -> list[int]:
+    """The sum of the shares of ranks."""
+    shares = [(status.shares or ())[:NUM] for status in statuses]
+    return [sum(column) % 2**64 for column in zip(*shares, strict=True)]
 
 
 def test_the_shares_of_pipeline_stages_prove_the_tensors_of_each():

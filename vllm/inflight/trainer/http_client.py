@@ -158,10 +158,15 @@ class HttpEngine:
                     return known
                 trouble = f"HTTP {response.status_code}"
                 if response.status_code not in PASSING:
+                    hint = (
+                        "the log of the server says why"
+                        if response.status_code == 500
+                        else "is this a vLLM with vllm-inflight, and its "
+                        "--inflight-port if it has one?"
+                    )
                     raise EngineFault(
                         f"{method} {path} was answered by {trouble} "
-                        f"{response.text[:200]!r}; is this a vLLM with vllm-inflight, "
-                        "and its --inflight-port if it has one?"
+                        f"{response.text[:200]!r}; {hint}"
                     )
             except httpx.TransportError as error:
                 trouble = f"{type(error).__name__} {error}".strip()

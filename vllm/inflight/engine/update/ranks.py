@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -23,6 +22,7 @@ from vllm.inflight.engine.executors import (
     lagging_drafter,
     wait_for_steps,
 )
+from vllm.inflight.engine.update import cut_tensors
 from vllm.inflight.errors import (
     CAUSES,
     Cause,
@@ -308,7 +308,7 @@ class Ranks:
         replies = self._flip(None, to)
         if any(reply.get("torn") for reply in replies):
             _stop(replies)
-        failed = [r["error"] for r in replies if "error" in r]
+        failed = {n: r["error"] for n, r in enumerate(replies) if "error" in r}
         if not failed:
             return max(reply["ok"] for reply in replies)
         # A flip is its own inverse, so ranks that flipped flip back. A failed flip
@@ -318,7 +318,8 @@ class Ranks:
             back = self._flip(flipped, "undo")
             if any("error" in reply for reply in back):
                 _stop(back)
-        raise EngineFault(f"the flip failed on {len(failed)} rank(s): {failed[0]}")
+        told = "; ".join(f"on rank {rank}: {error}" for rank, error in failed.items())
+        raise EngineFault(f"the flip failed {told}")
 
     def statuses(self) -> list[Status]:
         """The last status of every rank, in rank order."""
@@ -396,7 +397,11 @@ def verdict(statuses: list[Status], serial: int) -> InflightError | State | None
     current = [status for status in statuses if status.serial == serial]
     failed = [status for status in current if status.state == "failed"]
     if failed:
-        return refused(failed, current)
+        error = refused(failed, current)
+        if len(failed) < len(statuses):
+            ranks = [str(n) for n, each in enumerate(statuses) if each in failed]
+            error.message += f" (told by rank {', '.join(ranks)} of {len(statuses)})"
+        return error
     if len(current) < len(statuses):
         return None
     states = {status.state for status in current}
@@ -496,39 +501,7 @@ def _unproved(statuses: list[Status]) -> InflightError | None:
             "a delta cannot change it",
             tensors=names,
         )
-    for expected, shares in _by_stage(told).items():
-        sums = tuple(sum(column) % 2**64 for column in zip(*shares, strict=True))
-        # Two stages that both have a tied embedding may expect the same.
-        copies, rest = divmod(sums[-1], expected[-1]) if expected[-1] else (1, 0)
-        if rest or not copies:
-            return DeltaUnsupported(
-                f"the delta changes {expected[-1]} elements of tensors that are cut "
-                f"over the ranks, and the ranks serve {sums[-1]} of them: some are "
-                "served more often than others, or nowhere"
-            )
-        if sums != tuple(copies * each % 2**64 for each in expected):
-            return WeightsMismatch(
-                "with the changes of the delta, the digests of the tensors that are "
-                "cut over the ranks are not the announced ones: the changes were made "
-                "for other weights than are served, or some of them were lost",
-                remedy="Send the whole version.",
-            )
-    return None
-
-
-def _by_stage(
-    told: Iterable[Sequence[int]],
-) -> dict[tuple[int, ...], list[Sequence[int]]]:
-    """The shares of ranks that expect the same sum.
-
-    Ranks of a pipeline stage expect the same, and each stage has other tensors. A rank
-    that received another delta expects something else, which its own share is not.
-    """
-    stages: dict[tuple[int, ...], list[Sequence[int]]] = {}
-    for each in told:
-        num = len(each) // 2
-        stages.setdefault(tuple(each[num:]), []).append(each[:num])
-    return stages
+    return cut_tensors.problem(told)
 
 
 def _unfilled(statuses: list[Status]) -> set[str]:

@@ -8,6 +8,11 @@ Thousands of tensors would be many numbers. So each rank adds the shares of all 
 tensors up, each multiplied by coefficients of its own. A fault in one tensor is missed
 with a probability of about 2**-120, as the coefficients follow from a hash of its name.
 The number of elements is summed as well: it is too large if two ranks serve one part.
+
+Several ranks may hold the same part, as they do where ranks share a KV head. The sum
+counts each of them, so faults of two holders could cancel in it. Each rank therefore
+tells a hash of what it has found of such parts as well, which has to be the same on all
+holders.
 """
 
 from __future__ import annotations
@@ -20,6 +25,9 @@ from vllm.inflight import ops
 
 NUM = 5
 """Numbers of a share: four sums modulo 2**64, and the number of elements."""
+
+NUM_HELD = 3
+"""Numbers about parts that several ranks hold; see `held_by_several`."""
 
 Term = tuple[str, ops.Digest, int]
 """Name of a tensor, what its digest changes by, and the number of elements."""
@@ -36,3 +44,37 @@ def share(terms: Iterable[Term]) -> list[int]:
             sums[column] += (coefficient | 1) * half
         sums[-1] += num
     return [number % 2**64 for number in sums]
+
+
+def held_by_several(held: Iterable[tuple[int, object, Term]]) -> list[int]:
+    """What this rank has found of parts that other ranks hold as well.
+
+    Args:
+        held: for each part how many ranks hold it, what part of its tensor it is, and
+            the term.
+
+    Returns:
+        `NUM_HELD` numbers for each number of holders: this number, a hash of the parts,
+        and a hash of their terms. Holders of the same parts have found the same.
+
+    """
+    hashes: dict[int, tuple[hashlib.blake2b, hashlib.blake2b]] = {}
+    for num_holders, part, (name, (a, b), num) in held:
+        if num_holders not in hashes:
+            hashes[num_holders] = _hash(), _hash()
+        parts, terms = hashes[num_holders]
+        parts.update(repr((name, part)).encode())
+        terms.update(struct.pack("<3Q", a, b, num))
+    return [
+        number
+        for num_holders, (parts, terms) in sorted(hashes.items())
+        for number in (num_holders, _number(parts), _number(terms))
+    ]
+
+
+def _hash() -> hashlib.blake2b:
+    return hashlib.blake2b(digest_size=8)
+
+
+def _number(found: hashlib.blake2b) -> int:
+    return int.from_bytes(found.digest(), "little")

@@ -46,7 +46,7 @@ from vllm.inflight.worker.delta.destinations import (
 )
 from vllm.inflight.worker.delta.device_writer import DeviceWriter, copy_elements
 from vllm.inflight.worker.delta.order import Order
-from vllm.inflight.worker.delta.shares import Term, share
+from vllm.inflight.worker.delta.shares import Term, held_by_several, share
 from vllm.inflight.worker.delta.targets import KnownTargets, Targets
 from vllm.inflight.worker.model.layers import parameters_by_name
 from vllm.inflight.worker.replay_plan import Entry
@@ -256,14 +256,20 @@ class DeltaWriter:
         return set(self._targets.params)
 
     def shares(self) -> list[int] | None:
-        """This rank's share of the tensors that are cut over ranks, and the sum of all
-        shares; None if there is no other rank. See shares.py."""
+        """This rank's share of the tensors that are cut over ranks, the sum of all
+        shares, and what was found of parts that several ranks hold; None if there is
+        no other rank. See shares.py."""
         if self._shadow.is_alone:
             return None
         targets = self._targets
         is_cut = (targets.tensors[:, 3] > 0) & ~targets.has_all
         cut = np.flatnonzero(is_cut).tolist()
-        return share(map(self._found, cut)) + share(map(self._expected, cut))
+        several = [number for number in cut if self._num_holders(number) > 1]
+        return (
+            share(map(self._found, cut))
+            + share(map(self._expected, cut))
+            + held_by_several(map(self._held, several))
+        )
 
     @property
     def unserved(self) -> list[str]:
@@ -279,10 +285,19 @@ class DeltaWriter:
     def _expected(self, number: int) -> Term:
         """What all ranks should find of it together."""
         a, b = (self._announced[number] - self._served_digests[number]).tolist()
-        holders = self._targets.places[number].num_holders(self._shadow.tp_size)
+        holders = self._num_holders(number)
         difference = ops.Digest(a * holders % 2**64, b * holders % 2**64)
         num = int(self._num_entries[number]) * holders
         return self._specs[number].name, difference, num
+
+    def _held(self, number: int) -> tuple[int, object, Term]:
+        """What this rank has found of a part that other ranks hold as well."""
+        parts = [copied.part for copied in self._targets.places[number].copies]
+        return self._num_holders(number), parts, self._found(number)
+
+    def _num_holders(self, number: int) -> int:
+        """How many ranks hold this rank's part of a tensor."""
+        return self._targets.places[number].num_holders(self._shadow.tp_size)
 
     def content(self, tensors: Mapping[str, torch.Tensor]) -> Content:
         """The content of the changed tensors.
