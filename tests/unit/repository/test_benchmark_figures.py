@@ -9,7 +9,7 @@ STEP_S, SLOWER_S = 0.01, 0.02
 
 
 def test_decoding_before_the_first_update_is_told_apart_from_all_of_it() -> None:
-    """Streams are longer after an update, so what is slower then may be their length."""
+    """Streams are longer after an update, and longer streams take longer steps."""
     before = [10 + STEP_S * number for number in range(1, 101)]
     after = [11.5 + AFTER_S + SLOWER_S * number for number in range(1, 51)]
     arrivals = [(at, 2) for at in [*before, *after]]
