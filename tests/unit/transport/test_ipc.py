@@ -318,6 +318,18 @@ def test_a_cpu_engine_is_rejected_with_the_backend_to_use_instead(
         receive(engine, lent({"a": torch.randn(4)}, memory))
 
 
+def test_a_trainer_that_prepares_the_engine_frees_the_memory_of_the_one_before(
+    memory: HostMemory,
+) -> None:
+    engine = worker(memory)
+    receive(engine, lent({"a": torch.randn(40)}, memory))
+    assert memory.mapped
+    # Whoever prepares a GPU's engine comes here first.
+    with pytest.raises(Malformed, match="use the backend local"):
+        engine.init_transfer_engine(engine.parse_init_info({}))
+    assert not memory.mapped
+
+
 def test_closing_the_mappings_unmaps_everything(memory: HostMemory) -> None:
     info = lent({"a": torch.randn(40)}, memory)
     mappings = Mappings(memory)

@@ -17,7 +17,7 @@ from vllm.inflight.worker.shadow.change_log import (
     capacity_of,
     host_capacity_of,
 )
-from vllm.inflight.worker.shadow.changed_elements import elements
+from vllm.inflight.worker.shadow.changed_elements import addresses, elements
 from vllm.inflight.worker.shadow.swap import Swap, _OnDevice, _OnHost, swap_reference
 
 CPU = torch.device("cpu")
@@ -134,6 +134,33 @@ def test_an_offset_beyond_the_parameter_is_found_before_the_first_element(offset
     with pytest.raises(ValueError, match="beyond its parameter"):
         Swap(log, live)()
     assert are_equal(live, old)
+
+
+def test_of_several_parameters_the_one_that_moved_is_named():
+    live = parameters()
+    log, _ = logged(live)
+    swap = Swap(log, live)
+    *_, last = sorted(live)
+    live[last].data = live[last].data.clone()
+    with pytest.raises(RuntimeError, match=f"{last} does not lie where"):
+        swap()
+
+
+def test_addresses_are_read_without_the_functions_of_a_parameters_class():
+    asked: list[str] = []
+
+    class Upstreams(torch.nn.Parameter):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            asked.append(func.__name__)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    live = {name: Upstreams(torch.zeros(8)) for name in "abc"}
+    found = addresses(live, ["b", "a", "b"])
+    assert asked == []
+    assert found.tolist() == [live[name].data_ptr() for name in "bab"]
+    assert asked == ["data_ptr"] * 3
+    assert addresses(live, []).shape == (0,)
 
 
 def test_a_parameter_that_moved_is_not_swapped():

@@ -28,7 +28,11 @@ from vllm.inflight.worker.delta.targets import Targets
 from vllm.inflight.worker.replay_plan import Copied, Entry
 from vllm.inflight.worker.shadow.change_log import SUMS as LOG_SUMS
 from vllm.inflight.worker.shadow.change_log import ChangeLog
-from vllm.inflight.worker.shadow.changed_elements import ChangedElements, Stretch
+from vllm.inflight.worker.shadow.changed_elements import (
+    ChangedElements,
+    Stretch,
+    addresses,
+)
 from vllm.inflight.worker.verify.drift import Sampler
 
 Params = Mapping[str, torch.Tensor]
@@ -57,9 +61,9 @@ class DeviceWriter:
         self._device, self._shadow, self._targets = device, shadow, targets
         # Of each copy, the columns that are the same for all parts.
         self._rows = np.zeros((len(targets.copies), COLUMNS), dtype=np.int64)
-        self._rows[:, 2] = _addresses(live, targets.params)
+        self._rows[:, 2] = addresses(live, targets.params)
         if not isinstance(shadow, ChangeLog):
-            self._rows[:, 3] = _addresses(shadow, targets.params)
+            self._rows[:, 3] = addresses(shadow, targets.params)
         tensors = targets.tensors
         number = np.repeat(np.arange(len(tensors)), tensors[:, 3])
         self._rows[:, 7], self._rows[:, 9:11] = number, tensors[number, 1:3]
@@ -195,11 +199,6 @@ class DeviceWriter:
         return found.reshape(self._sums.shape)
 
 
-def _addresses(params: Params, names: Sequence[str]) -> list[int]:
-    at = {name: params[name].data_ptr() for name in set(names)}
-    return [at[name] for name in names]
-
-
 def warm(
     device: torch.device, dtypes: set[torch.dtype], *, is_logged: bool = False
 ) -> None:
@@ -280,13 +279,12 @@ def copy_elements(logs: Sequence[ChangedElements], live: Params, shadow: Params)
     if not stretches:
         return 0
     params, *numbers = zip(*stretches, strict=True)
-    at = {p: (live[p].data_ptr(), shadow[p].data_ptr()) for p in set(params)}
     firsts, ends, widths = (np.array(each, dtype=np.int64) for each in numbers)
     nums = [len(log.stretches) for log in logs]
     offsets = np.repeat([log.offsets.data_ptr() for log in logs], nums)
     rows = np.zeros((len(params), kernels.COPY_COLUMNS), dtype=np.int64)
     rows[:, 0], rows[:, 3] = offsets + 4 * firsts, ends - firsts
-    rows[:, 1:3] = [at[param] for param in params]
+    rows[:, 1], rows[:, 2] = addresses(live, params), addresses(shadow, params)
     of_log = np.repeat(np.arange(len(logs)), nums)
     launches = Launches(logs[0].offsets.device)
     for number in range(len(logs)):
