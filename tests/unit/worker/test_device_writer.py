@@ -289,8 +289,9 @@ def warmed() -> None:
     from vllm.inflight.worker.delta import triton_kernels as kernels
 
     ran = []
-    names = ["decode_gaps", "decode_others", "write", "sample", "copy"]
-    rooms = codec, codec, kernels, kernels, kernels
+    names = ["decode_gaps", "decode_others", "decode_runs"]
+    rooms = [codec] * 3 + [kernels] * 3
+    names += ["write", "sample", "copy"]
     for module, name in zip(rooms, names, strict=True):
         real = getattr(module, name)
 

@@ -212,16 +212,17 @@ def warm(
 
     """
     for width in {dtype.itemsize for dtype in dtypes}:
-        # Changes that are far apart, which are coded as gaps, and one that is not; a
-        # matrix that is served turned, whose places have to be divided.
+        # Changes that are far apart, which are coded as gaps, and one that is not; the
+        # same in a matrix that is served turned, so that its places are divided; runs.
+        changed = np.s_[::512], np.s_[:], np.s_[::8, 0], np.s_[::8]
         olds = [
             torch.zeros(shape, dtype=ops.INTEGERS[width], device="cpu")
-            for shape in ((4096,), (1,), (64, 64))
+            for shape in ((4096,), (1,), (64, 64), (64, 64))
         ]
         encoder, parts = Encoder(), list[Part]()
-        for number, old in enumerate(olds):
+        for number, (old, at) in enumerate(zip(olds, changed, strict=True)):
             new = old.clone()
-            new.view(-1)[::512] = 1
+            new[at] = 1
             parts += encoder.add(number, old, new)
         (host,) = [*parts, *encoder.finish()]
         part = Part(host.table, host.data.to(device))
@@ -241,7 +242,7 @@ def warm(
         sampler = Sampler(device=device)
         sampler.add([(str(number), old.to(device)) for number, old in enumerate(olds)])
         sizes = np.array([old.numel() for old in olds])
-        names = [*map(str, range(3))]
+        names = [*map(str, range(len(olds)))]
         ChangedSamples(sampler.samples(), names, sizes).write(changes, launches)
         launches.run()
         require_sound([changes.fault])
