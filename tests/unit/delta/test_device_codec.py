@@ -48,6 +48,11 @@ def cases():
     for dtype in (torch.int8, torch.int16, torch.float32):
         old = random_bits(dtype, 40_001)
         yield old, with_changes(old, scattered(40_001, 0.6), most=40)
+    # Bitmaps and whole blocks that end where the span of a program does, or beside it.
+    for size in (4096, 4097):
+        old = random_bits(torch.int16, size)
+        for places in (scattered(size, 0.5), range(size)):
+            yield old, with_changes(old, places, most=300)
     empty = torch.zeros(0)
     yield empty, empty
 
@@ -298,7 +303,21 @@ def compile_kernels() -> None:
             [lanes, ("CODES", 1024), ("MOST_BYTES", 2)],
         ),
         (codec._decode_gaps, rows | part, [integer, ("CODES", 1024)]),
-        (codec._decode_others, {"rows": long} | part, [integer, lanes, ("SHORT", 64)]),
+        (
+            codec._tally,
+            rows | {"data": "*u8", "tallies": "*i32"} | programs,
+            [("SPAN", codec.SPAN)],
+        ),
+        (
+            codec._decode_others,
+            rows | {"sums": "*i32"} | part | programs,
+            [integer, lanes, ("SPAN", codec.SPAN)],
+        ),
+        (
+            codec._decode_runs,
+            {"rows": long, "data": "*u8", "places": long, "fault": long},
+            [lanes, ("SHORT", 64)],
+        ),
         (codec._apply, rows, [integer, lanes]),
         (
             digests._changes,

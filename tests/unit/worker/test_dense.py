@@ -188,6 +188,78 @@ def compare_padded() -> None:
         assert torch.equal(brought, sent)
 
 
+def compare_every_form() -> None:
+    """The kernels log what torch logs, whatever the form and the size of a copy."""
+    from pytest import MonkeyPatch
+
+    from vllm.inflight.worker.delta import compare_kernels as kernels
+
+    small = {"BLOCK": 128, "LANES": 64, "MOST_NOTED": 16, "NOTED_PER_STEP": 32}
+    forms = {
+        "flat": ((4, 40), lambda p: p, lambda t: t),
+        "fused": ((12, 40), lambda p: p[3:7], lambda t: t),
+        "columns": ((30, 24), lambda p: p, lambda t: t[:, 24:]),
+        "odd columns": ((30, 23), lambda p: p, lambda t: t[:, 1:]),
+        "rows and columns": ((9, 40), lambda p: p[:, 8:24], lambda t: t[2:, 16:32]),
+        "turned": ((24, 40), lambda p: p.t(), lambda t: t),
+        "deep": ((6, 10, 5), lambda p: p.permute(2, 0, 1), lambda t: t),
+        "one": ((3, 3), lambda p: p[1:2, 1:2], lambda t: t[0:1, 0:1]),
+    }
+    shapes = {
+        "columns": (30, 48),
+        "odd columns": (30, 24),
+        "rows and columns": (11, 48),
+    }
+    with MonkeyPatch.context() as patched:
+        for name, number in small.items():
+            patched.setattr(kernels, name, number)
+        for dtype in (torch.bfloat16, torch.float8_e5m2, torch.float32, torch.float64):
+            for name, (form, view, part) in forms.items():
+                if dtype is not torch.bfloat16 and name not in ("columns", "turned"):
+                    continue
+                param = random_bits(dtype, torch.Size(form).numel(), 1).view(form)
+                shape = shapes.get(name, tuple(view(param).shape))
+                old = torch.zeros(shape, dtype=dtype)
+                part(old).view(ops.INTEGERS[dtype.itemsize]).copy_(
+                    view(param).view(ops.INTEGERS[dtype.itemsize])
+                )
+                for share in (0.02, 1.0):
+                    places = scattered(old.numel(), share, 2)
+                    new = with_changes(old.reshape(-1), places).view(shape)
+                    compare_one(
+                        {name: param}, new, copied(name, view(param), part(new))
+                    )
+        # Sizes at the borders of a step, of a program, and of a word.
+        for size in (0, 1, 3, 4, 255, 256, 257, 512, 516):
+            param = random_bits(torch.bfloat16, size + 3)
+            # At an address that is no multiple of a word, too.
+            for first in (0, 3) if size == 256 else (0,):
+                whole = with_changes(param, scattered(size + 3, 0.3, size))
+                new = whole[first : first + size]
+                alone = copied("w", param[:size], new.clone())
+                compare_one({"w": param}, new, alone)
+
+
+def compare_one(live, tensor, copy) -> None:
+    """Compare one tensor with torch and with the kernels, which have to agree."""
+    from pytest import MonkeyPatch
+
+    from vllm.inflight.worker.delta.destinations import KnownDestinations
+
+    entry = Entry(tensor.shape, tensor.dtype, [copy], is_proved=True)
+    wanted, seen = ChangeLog(CPU, 1 << 20), ChangeLog(CPU, 1 << 20)
+    dense.log_differences(wanted, live, entry, tensor)
+    comparison = dense.Comparison(seen, live, KnownDestinations())
+    comparison._has_kernels = True
+    with MonkeyPatch.context() as patched:
+        if tensor.numel():
+            patched.setattr(dense, "log_differences", None)
+        comparison.log_differences([dense.Came("w", entry, tensor)])
+    assert logged(seen) == logged(wanted)
+    assert seen.num_elements == wanted.num_elements
+    assert seen.expected() == wanted.expected()
+
+
 def logged(log: ChangeLog) -> dict[str, list[tuple[int, int]]]:
     """Offsets and bits of each parameter, in order."""
     found: dict[str, list[tuple[int, int]]] = {}
@@ -195,6 +267,12 @@ def logged(log: ChangeLog) -> dict[str, list[tuple[int, int]]]:
         pairs = zip(stretch.offsets.tolist(), stretch.bits.tolist(), strict=True)
         found.setdefault(stretch.param, []).extend(pairs)
     return {param: sorted(pairs) for param, pairs in found.items()}
+
+
+@pytest.mark.seconds
+def test_kernels_compare_copies_of_every_form_as_torch_does():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    succeeds(f"{__name__}:compare_every_form")
 
 
 @pytest.mark.seconds
@@ -208,14 +286,14 @@ def compile_kernels() -> None:
     from vllm.inflight.worker.delta import compare_kernels as kernels
 
     tables = {"rows": "*i64", "owners": "*i32"}
-    counts = {"counts": "*i32", "totals": "*i64"}
-    sums = {"ends": "*i64", "sums": "*i64"}
-    for is_flat in (True, False):
-        own = [("INTEGER", kernels.INTEGERS[2]), ("BLOCK", kernels.BLOCK)]
-        own += [("DIMS", kernels.DIMS), ("IS_FLAT", is_flat)]
-        compile_for_gpu(kernels._count, tables | counts, own)
-        own = [("WIDTH", 2), *own, ("AT_ONCE", kernels.AT_ONCE)]
-        compile_for_gpu(kernels._log, tables | sums, own)
+    noted = {"num_units": "*i32", "units": "*i16"}
+    for width, in_words in ((1, True), (2, True), (2, False), (8, False)):
+        own = [*kernels._options(width, in_words=in_words).items()]
+        counts = tables | {"counts": "*i32"} | noted
+        compile_for_gpu(kernels._count, counts, [*own, ("LANES", kernels.LANES)])
+        logs = tables | {"ends": "*i64"} | noted | {"sums": "*i64"}
+        step = "STEP", kernels.NOTED_PER_STEP
+        compile_for_gpu(kernels._log, logs, [*own, step])
 
 
 @pytest.mark.seconds

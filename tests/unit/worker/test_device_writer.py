@@ -148,6 +148,68 @@ def check() -> None:
         assert torch.equal(elements(live[name], bits), elements(param, bits)), name
 
 
+def divided() -> None:
+    """Places of turned and cut tensors are divided in 32 bits, and in 64 if they need
+    them; a place that malformed data makes too large is written in neither case."""
+    from pytest import MonkeyPatch
+
+    from vllm.inflight.worker.delta import device_writer
+    from vllm.inflight.worker.delta import triton_kernels as kernels
+
+    bf16 = torch.bfloat16
+    forms = {
+        "turned": (lambda p: p.t(), lambda t: t, (12, 20), (20, 12)),
+        "columns": (lambda p: p, lambda t: t[:, 8:], (12, 20), (12, 12)),
+        "deep": (lambda p: p.permute(2, 0, 1), lambda t: t, (5, 4, 6), (4, 6, 5)),
+        "steps": (lambda p: p, lambda t: t[1::2, ::3], (12, 21), (6, 7)),
+    }
+    real, ran = kernels.write, []
+
+    def write(*args, **options):
+        ran.append(options["index_bits"])
+        real(*args, **options)
+
+    for most, index_bits in ((1 << 31, 32), (0, 64)):
+        olds, lives, places = [], {}, []
+        for name, (view, part, shape, served) in forms.items():
+            old = random_bits(bf16, torch.Size(shape).numel(), 1).view(shape)
+            lives[name] = torch.zeros(served, dtype=bf16)
+            view(lives[name]).copy_(part(old))
+            olds.append(old)
+            places.append(entry(old, copied(old, name, part(old), view(lives[name]))))
+        news = [
+            with_changes(old.reshape(-1), scattered(old.numel(), 0.3), most=9)
+            for old in olds
+        ]
+        encoder, parts = Encoder(), []
+        for number, (old, new) in enumerate(zip(olds, news, strict=True)):
+            parts += encoder.add(number, old, new.view(old.shape))
+        (part,) = [*parts, *encoder.finish()]
+        part.check([old.numel() for old in olds], [2] * len(olds))
+        changes = decode_unproved(part)
+        # One place of each tensor is so large that its last 32 bits are in it.
+        beyond = changes.first_places + 3
+        missed = [int(changes.places[at]) for at in beyond]
+        changes.places[beyond] += 1 << 32
+        shadow = {name: param.clone() for name, param in lives.items()}
+        with MonkeyPatch.context() as patched:
+            patched.setattr(device_writer, "MOST_SHORT", most)
+            patched.setattr(kernels, "write", write)
+            writer = DeviceWriter(CPU, lives, shadow, Targets.of(places))
+            launches = Launches(CPU)
+            writer.write(changes, lambda log: None, launches)
+            launches.run()
+        assert ran.pop() == index_bits and not ran
+        for (name, (view, part, *_)), old, new, at in zip(
+            forms.items(), olds, news, missed, strict=True
+        ):
+            new[at] = old.view(-1)[at]
+            wanted = part(new.view(old.shape)).contiguous().view(torch.int16)
+            assert torch.equal(
+                view(shadow[name]).contiguous().view(torch.int16), wanted
+            )
+
+
 def check_logged(part, places, live, expected, results) -> None:
     """With delta staging the same goes into a log, and nothing is written yet."""
     before = {name: param.clone() for name, param in live.items()}
@@ -185,8 +247,8 @@ def compile_kernels() -> None:
         compile_for_gpu(kernels._copy, tables, constants)
         constants += [("WIDTH", width), ("COLUMNS", kernels.COLUMNS)]
         sums = {"sums": "*i64", "log_sums": "*i64"}
-        for dims, is_logged in product((0, kernels.DIMS), (False, True)):
-            own = [("DIMS", dims), ("IS_LOGGED", is_logged)]
+        for index_bits, is_logged in product((0, 32, 64), (False, True)):
+            own = [("INDEX_BITS", index_bits), ("IS_LOGGED", is_logged)]
             compile_for_gpu(kernels._write, tables | sums, [*constants, *own])
 
 
@@ -289,17 +351,19 @@ def warmed() -> None:
     from vllm.inflight.worker.delta import triton_kernels as kernels
 
     ran = []
-    names = ["decode_gaps", "decode_others", "write", "sample", "copy"]
-    rooms = codec, codec, kernels, kernels, kernels
+    names = ["decode_gaps", "decode_others", "decode_runs"]
+    rooms = [codec] * 3 + [kernels] * 3
+    names += ["write", "sample", "copy"]
     for module, name in zip(rooms, names, strict=True):
         real = getattr(module, name)
 
         def run(*args, real=real, name=name, **options):
-            ran.append(name + " flat" * options.get("are_flat", False))
+            ran.append(f"{name} {options.get('index_bits', '')}".strip())
             return real(*args, **options)
 
         setattr(module, name, run)
-    names.append("write flat")
+    names.remove("write")
+    names += ["write 0", "write 32", "write 64"]
     warm(CPU, {torch.bfloat16, torch.float32, torch.float8_e4m3fn})
     assert sorted(ran) == sorted(names * 3)
     ran.clear()
@@ -321,6 +385,11 @@ def test_kernels_stage_a_chain_of_deltas():
 @pytest.mark.parametrize("delta_of", ["given_up", "large"])
 def test_what_kernels_write_into_lives_until_they_have_run(delta_of):
     succeeds(f"{__name__}:{delta_of}")
+
+
+@pytest.mark.seconds
+def test_places_are_divided_in_32_bits_or_in_64():
+    succeeds(f"{__name__}:divided")
 
 
 @pytest.mark.seconds

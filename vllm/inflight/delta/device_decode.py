@@ -145,12 +145,25 @@ def decode_rows(
             launches.add_programs(table[gaps], 12, chunks, of_gaps)
         if (others := own & ~is_gaps).any():
 
-            def of_others(on_device: torch.Tensor, width: int = width) -> None:
+            def of_others(
+                on_device: torch.Tensor, owners: torch.Tensor, width: int = width
+            ) -> None:
                 (fault,) = found
-                kernels.decode_others(on_device, data, places, bits, fault, width)
+                arguments = data, places, bits, fault, width
+                kernels.decode_others(on_device, owners, *arguments)
 
-            # One program for each block: they are few, or small.
-            launches.add(table[others], of_others)
+            is_bitmap = rows["form"][others] == PlaceForm.BITMAP
+            sizes = np.where(is_bitmap, rows["num_elements"][others], 1)
+            sizes = np.maximum(sizes, rows["num_entries"][others]).astype(np.int64)
+            counts = -(-sizes // kernels.SPAN)
+            launches.add_programs(table[others], 12, counts, of_others)
+    if (runs := rows["form"] == PlaceForm.RUNS).any():
+
+        def of_runs(on_device: torch.Tensor) -> None:
+            kernels.decode_runs(on_device, data, places, *found)
+
+        # One program for each block: runs are few.
+        launches.add(table[runs], of_runs)
 
 
 def require_none(faults: Sequence[torch.Tensor]) -> None:

@@ -23,7 +23,7 @@ NOTED_PER_STEP = 64
 """Noted lanes that a program of `compact` reads at once."""
 
 COLUMNS = 16
-"""int64 values of a row of `decode_gaps` and `decode_others`."""
+"""int64 values of a row of `decode_gaps`, `decode_others` and `decode_runs`."""
 
 SEARCH_COLUMNS = 6
 """int64 values of a row of `count` and `compact`."""
@@ -52,8 +52,10 @@ FAULTS = (
 
 NUM_FAULTS = 8
 ENTRIES_PER_STEP = 1024
-"""Entries that a program encodes or applies; entries, bits or runs that a program of
-`decode_others` takes at once."""
+"""Entries that a program encodes or applies; entries of `decode_others` or runs of
+`decode_runs` that a program takes at once."""
+SPAN = 4096
+"""Elements of a bitmap, and entries, that a program of `decode_others` decodes."""
 SHORT_RUN = 64
 """Elements of a run that is written side by side with others."""
 INTEGERS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
@@ -512,102 +514,113 @@ def _decode_gaps(
     tl.atomic_min(fault, index * 8 + found, mask=found != 7)
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows", "data", "places", "bits", "fault"])
+@triton.jit
+def _num_bits(octet):
+    """How many bits of each byte are 1; int32."""
+    # Counted in pairs, then in fours.
+    octet -= (octet >> 1) & 0x55
+    octet = (octet & 0x33) + ((octet >> 2) & 0x33)
+    return (octet + (octet >> 4)) & 0x0F
+
+
+@triton.jit(
+    do_not_specialize=["num_programs"],
+    do_not_specialize_on_alignment=["rows", "owners", "data", "tallies"],
+)
+def _tally(rows, owners, data, tallies, num_programs, SPAN: tl.constexpr):
+    program = tl.program_id(0)
+    row = rows + tl.load(owners + program).to(tl.int64) * 16
+    start = (program - tl.load(row + 12)) * SPAN
+    octets = start // 8 + tl.arange(0, SPAN // 8)
+    is_bitmap = tl.load(row + 6) == 3
+    num_octets = tl.where(is_bitmap, (tl.load(row + 2) + 7) // 8, 0)
+    section = data + tl.load(row + 9)
+    octet = tl.load(section + octets, mask=octets < num_octets, other=0).to(tl.int32)
+    tl.store(tallies + program, tl.sum(_num_bits(octet), 0))
+    code_bytes = tl.load(row + 7)
+    num_codes = tl.where(code_bytes > 0, _left(tl.load(row + 3), start), 0)
+    codes = data + tl.load(row + 10) + start * code_bytes
+    lane = tl.arange(0, SPAN)
+    inside = lane < num_codes
+    # One for each lane, because masks are combined with them.
+    of_lane = code_bytes.to(tl.int32) + tl.zeros((SPAN,), tl.int32)
+    code = tl.load(codes + lane * of_lane, mask=inside, other=0).to(tl.int32)
+    is_wide = inside & (of_lane == 2)
+    more = tl.load(codes + lane * of_lane + 1, mask=is_wide, other=0)
+    code += more.to(tl.int32) << 8
+    is_escape = inside & (code == tl.where(of_lane == 2, 0xFFFF, 0xFF))
+    tl.store(tallies + num_programs + program, tl.sum(is_escape.to(tl.int32), 0))
+
+
+@triton.jit(
+    do_not_specialize=["num_programs"],
+    do_not_specialize_on_alignment=[
+        *("rows", "owners", "data", "sums", "places", "bits", "fault")
+    ],
+)
 def _decode_others(
     rows,
+    owners,
     data,
+    sums,
     places,
     bits,
     fault,
+    num_programs,
     INTEGER: tl.constexpr,
+    SPAN: tl.constexpr,
     LANES: tl.constexpr,
-    SHORT: tl.constexpr,
 ):
-    row = rows + tl.program_id(0).to(tl.int64) * 16
+    program = tl.program_id(0)
+    row = rows + tl.load(owners + program).to(tl.int64) * 16
     index = tl.load(row)
     first = tl.load(row + 1)
     num_elements = tl.load(row + 2)
     num_entries = tl.load(row + 3)
     num_exceptions = tl.load(row + 4)
-    num_codes = tl.load(row + 5)
     form = tl.load(row + 6)
-    section = data + tl.load(row + 9)
+    code_bytes = tl.load(row + 7)
     values = data + tl.load(row + 10)
     exceptions = data + tl.load(row + 11)
+    first_program = tl.load(row + 12)
     places += tl.load(row + 13)
     bits += tl.load(row + 14)
-    lane = tl.arange(0, LANES)
-    code_bytes = tl.load(row + 7)
-    # One for each lane, because masks are combined with them.
-    is_whole = (form + tl.zeros((LANES,), tl.int64)) == 5
-    none = index * 0
-    entries = none
-    num_beyond = none
-    num_empty = none
-    num_back = none
+    own = (program - first_program) * SPAN
+    num_bits = tl.where(form == 3, num_elements, 0)
+    is_last = own + SPAN >= tl.maximum(num_bits, num_entries)
+    found = index * 0 + 7
+    # Lanes count from the span's beginning, in 32 bits, as in `_decode_gaps`.
     if form == 3:
-        for start in range(0, (num_elements + 7) // 8 * 8, LANES):
-            at = start + lane
-            byte = tl.load(
-                section + at // 8, mask=at < (num_elements + 7) // 8 * 8, other=0
-            )
-            is_place = ((byte.to(tl.int64) >> (at % 8)) & 1) != 0
-            entry = entries + tl.cumsum(is_place.to(tl.int64), 0) - 1
-            tl.store(places + entry, first + at, mask=is_place & (entry < num_entries))
-            entries += tl.sum(is_place.to(tl.int64), 0)
-            is_beyond = is_place & (at >= num_elements)
-            num_beyond += tl.sum(is_beyond.to(tl.int64), 0)
-    elif form == 4:
-        words = section.to(tl.pointer_type(tl.int32))
-        for start in range(0, num_codes, LANES):
-            run = start + lane
-            inside = run < num_codes
-            begin = tl.load(words + 2 * run, mask=inside, other=0).to(tl.int64)
-            begin = begin & 0xFFFFFFFF
-            length = tl.load(words + 2 * run + 1, mask=inside, other=0).to(tl.int64)
-            length = length & 0xFFFFFFFF
-            is_later = inside & (run > 0)
-            end = tl.load(words + 2 * run - 2, mask=is_later, other=0).to(tl.int64)
-            end = end & 0xFFFFFFFF
-            size = tl.load(words + 2 * run - 1, mask=is_later, other=0).to(tl.int64)
-            end += size & 0xFFFFFFFF
-            num_empty += tl.sum((inside & (length == 0)).to(tl.int64), 0)
-            num_back += tl.sum((is_later & (begin < end)).to(tl.int64), 0)
-            is_beyond = inside & (begin + length > num_elements)
-            num_beyond += tl.sum(is_beyond.to(tl.int64), 0)
-            # Only so many are written, so that no run leads out of the buffers.
-            to = entries + tl.cumsum(length, 0) - length
-            room = tl.minimum(length, tl.maximum(num_entries - to, 0))
-            longest = tl.max(room, 0)
-            for more in range(0, tl.minimum(longest, SHORT)):
-                tl.store(places + to + more, first + begin + more, mask=more < room)
-            if longest > SHORT:
-                # What is left of long runs is written run by run.
-                at = entries
-                for one in range(start, tl.minimum(start + LANES, num_codes)):
-                    begin_of = tl.load(words + 2 * one).to(tl.int64) & 0xFFFFFFFF
-                    size_of = tl.load(words + 2 * one + 1).to(tl.int64) & 0xFFFFFFFF
-                    room_of = tl.minimum(size_of, tl.maximum(num_entries - at, 0))
-                    for more in range(SHORT, room_of, LANES):
-                        step = more + lane
-                        tl.store(
-                            places + at + step,
-                            first + begin_of + step,
-                            mask=step < room_of,
-                        )
-                    at += size_of
-            entries += tl.sum(length, 0)
-    else:
-        entries = num_entries
-    escapes = none
-    for start in range(0, num_entries, LANES):
-        entry = (start + lane).to(tl.int64)
-        inside = entry < num_entries
-        tl.store(places + entry, first + entry, mask=inside & is_whole)
+        octets = data + tl.load(row + 9) + own // 8
+        at = tl.arange(0, SPAN // 8)
+        num_octets = _left((num_bits + 7) // 8, own // 8)
+        octet = tl.load(octets + at, mask=at < num_octets, other=0).to(tl.int32)
+        num = _num_bits(octet)
+        entries = _sum_before(sums, program, first_program).to(tl.int64)
+        entry = tl.cumsum(num, 0) - num
+        num_left = _left(num_entries, entries)
+        is_beyond = octet < 0
+        for bit in tl.static_range(8):
+            is_place = ((octet >> bit) & 1) != 0
+            place = 8 * at + bit
+            to = places + entries + entry
+            tl.store(to, first + own + place, mask=is_place & (entry < num_left))
+            is_beyond |= is_place & (place >= _left(num_bits, own))
+            entry += is_place.to(tl.int32)
+        entries += tl.sum(num, 0)
+        found = tl.where(is_last & (entries != num_entries), 3, found)
+        found = tl.where(tl.sum(is_beyond.to(tl.int32), 0) != 0, 0, found)
+    lane = tl.arange(0, LANES)
+    # One for each lane, because masks are combined with them.
+    is_whole = (form.to(tl.int32) + tl.zeros((LANES,), tl.int32)) == 5
+    escapes = _sum_before(sums + num_programs, program, first_program).to(tl.int64)
+    for start in range(own, tl.minimum(own + SPAN, num_entries), LANES):
+        inside = lane < _left(num_entries, start)
+        tl.store(places + start + lane, first + start + lane, mask=inside & is_whole)
         value, is_escape = _values(
             values,
             exceptions,
-            none + start,
+            start,
             lane,
             inside,
             escapes,
@@ -615,10 +628,68 @@ def _decode_others(
             code_bytes,
             INTEGER,
         )
-        tl.store(bits.to(tl.pointer_type(INTEGER)) + entry, value, mask=inside)
-        escapes += tl.sum(is_escape.to(tl.int64), 0)
-    found = none + 7
-    found = tl.where(escapes != num_exceptions, 4, found)
+        to = bits.to(tl.pointer_type(INTEGER)) + start
+        tl.store(to + lane, value, mask=inside)
+        escapes += tl.sum(is_escape.to(tl.int32), 0)
+    misescaped = is_last & (escapes != num_exceptions)
+    found = tl.where(misescaped & (found == 7), 4, found)
+    tl.atomic_min(fault, index * 8 + found, mask=found != 7)
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows", "data", "places", "fault"])
+def _decode_runs(rows, data, places, fault, LANES: tl.constexpr, SHORT: tl.constexpr):
+    row = rows + tl.program_id(0).to(tl.int64) * 16
+    index = tl.load(row)
+    first = tl.load(row + 1)
+    num_elements = tl.load(row + 2)
+    num_entries = tl.load(row + 3)
+    num_codes = tl.load(row + 5)
+    words = (data + tl.load(row + 9)).to(tl.pointer_type(tl.int32))
+    places += tl.load(row + 13)
+    lane = tl.arange(0, LANES)
+    entries = index * 0
+    num_beyond = entries
+    num_empty = entries
+    num_back = entries
+    for start in range(0, num_codes, LANES):
+        run = start + lane
+        inside = run < num_codes
+        begin = tl.load(words + 2 * run, mask=inside, other=0).to(tl.int64)
+        begin = begin & 0xFFFFFFFF
+        length = tl.load(words + 2 * run + 1, mask=inside, other=0).to(tl.int64)
+        length = length & 0xFFFFFFFF
+        is_later = inside & (run > 0)
+        end = tl.load(words + 2 * run - 2, mask=is_later, other=0).to(tl.int64)
+        end = end & 0xFFFFFFFF
+        size = tl.load(words + 2 * run - 1, mask=is_later, other=0).to(tl.int64)
+        end += size & 0xFFFFFFFF
+        num_empty += tl.sum((inside & (length == 0)).to(tl.int64), 0)
+        num_back += tl.sum((is_later & (begin < end)).to(tl.int64), 0)
+        is_beyond = inside & (begin + length > num_elements)
+        num_beyond += tl.sum(is_beyond.to(tl.int64), 0)
+        # Only so many are written, so that no run leads out of the buffers.
+        to = entries + tl.cumsum(length, 0) - length
+        room = tl.minimum(length, tl.maximum(num_entries - to, 0))
+        longest = tl.max(room, 0)
+        for more in range(0, tl.minimum(longest, SHORT)):
+            tl.store(places + to + more, first + begin + more, mask=more < room)
+        if longest > SHORT:
+            # What is left of long runs is written run by run.
+            at = entries
+            for one in range(start, tl.minimum(start + LANES, num_codes)):
+                begin_of = tl.load(words + 2 * one).to(tl.int64) & 0xFFFFFFFF
+                size_of = tl.load(words + 2 * one + 1).to(tl.int64) & 0xFFFFFFFF
+                room_of = tl.minimum(size_of, tl.maximum(num_entries - at, 0))
+                for more in range(SHORT, room_of, LANES):
+                    step = more + lane
+                    tl.store(
+                        places + at + step,
+                        first + begin_of + step,
+                        mask=step < room_of,
+                    )
+                at += size_of
+        entries += tl.sum(length, 0)
+    found = index * 0 + 7
     found = tl.where(entries != num_entries, 3, found)
     found = tl.where(num_beyond != 0, 0, found)
     found = tl.where(num_back != 0, 6, found)
@@ -821,28 +892,53 @@ def decode_gaps(
 
 def decode_others(
     rows: torch.Tensor,
+    owners: torch.Tensor,
     data: torch.Tensor,
     places: torch.Tensor,
     bits: torch.Tensor,
     fault: torch.Tensor,
     width: int,
 ) -> None:
-    """Decode all blocks of the other forms, of one width, in one launch.
+    """Decode blocks of the other forms, of one width; of runs, their bits alone.
+
+    A first launch counts what each program comes after.
 
     Args:
         rows: as in `decode_gaps`.
-        data: likewise.
+        owners: the row of each program, one for each SPAN of a row; int32.
+        data: as in `decode_gaps`.
         places: likewise.
         bits: likewise.
         fault: likewise.
         width: bytes of an element.
 
     """
-    _decode_others[(rows.numel() // COLUMNS,)](
-        *(rows, data, places, bits, fault),
+    num = len(owners)
+    tallies = torch.empty((2, num), dtype=torch.int32, device=owners.device)
+    _tally[(num,)](rows, owners, data, tallies, num, SPAN=SPAN, num_warps=8)
+    sums = tallies.cumsum(1, dtype=torch.int32)
+    _decode_others[(num,)](
+        *(rows, owners, data, sums, places, bits, fault, num),
         INTEGER=INTEGERS[width],
+        SPAN=SPAN,
         LANES=ENTRIES_PER_STEP,
-        SHORT=SHORT_RUN,
+    )
+
+
+def decode_runs(
+    rows: torch.Tensor, data: torch.Tensor, places: torch.Tensor, fault: torch.Tensor
+) -> None:
+    """Decode the places of all blocks of runs, in one launch.
+
+    Args:
+        rows: as in `decode_gaps`.
+        data: likewise.
+        places: likewise.
+        fault: likewise.
+
+    """
+    _decode_runs[(rows.numel() // COLUMNS,)](
+        *(rows, data, places, fault), LANES=ENTRIES_PER_STEP, SHORT=SHORT_RUN
     )
 
 

@@ -1,186 +1,261 @@
 """Comparing whole tensors with what is served, on a GPU: two launches for a batch.
 
 The first launch counts the elements that differ, so that the log can make room for
-them. The second one logs them.
+them, and notes where they are. The second one logs them, and reads nothing else.
+
+Both read a tensor in words of 8 bytes, unless it is served in shorter runs. A unit is
+such a word, or one element.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from vllm.inflight.ops.triton_kernels import change_terms
+from vllm.inflight.worker.delta.destinations import MOST_DIMS, WORD
 
 BLOCK = 4096
-"""Elements that a program compares."""
+"""Units that a program compares."""
 
-AT_ONCE = 256
-"""Elements that a program has logged, and adds to the sums at once."""
+LANES = 1024
+"""Units that a program compares at once."""
 
-DIMS = 4
-"""Most dimensions of a copy that are longer than one; those of destinations.py."""
+MOST_NOTED = 512
+"""Units that a program of `count` can note. Where more differ, `log` reads them all."""
 
-COLUMNS = 8 + 3 * DIMS
+NOTED_PER_STEP = 256
+"""Noted units that a program of `log` reads at once."""
+
+COLUMNS = 9 + 3 * MOST_DIMS
 """int64 values of a row: addresses of the tensor's part and of the parameter's view,
-number of elements, number of the first program, offset of the view in the parameter;
+number of units, number of the first program, offset of the view in the parameter;
 addresses of the offsets and of the bits in the log, and number of the first element
-there; then size and both strides of each dimension."""
+there; the number of dimensions, and of each the size and both strides, in units."""
 
 INTEGERS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
 @triton.jit
-def _compared(
-    row,
-    block,
-    INTEGER: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DIMS: tl.constexpr,
-    IS_FLAT: tl.constexpr,
+def _compared(row, unit, num, UNIT: tl.constexpr):
+    """Offsets of these units in the view, their new and their served bits.
+
+    A unit that is not below `num` is the same in both. Numbers of 32 bits suffice: see
+    `_can_follow` in dense.py.
+    """
+    inside = unit < num
+    left = unit.to(tl.uint32)
+    start = tl.zeros_like(unit)
+    to = tl.zeros_like(unit)
+    num_dims = tl.load(row + 8).to(tl.int32)
+    # The last dimension changes fastest, and the first one takes what is left.
+    for done in range(1, num_dims):
+        dim = row + 9 + 3 * (num_dims - done)
+        size = tl.load(dim).to(tl.uint32)
+        rest = left // size
+        index = (left - rest * size).to(tl.int32)
+        start += index * tl.load(dim + 1).to(tl.int32)
+        to += index * tl.load(dim + 2).to(tl.int32)
+        left = rest
+    start += left.to(tl.int32) * tl.load(row + 10).to(tl.int32)
+    to += left.to(tl.int32) * tl.load(row + 11).to(tl.int32)
+    source = tl.load(row).to(tl.pointer_type(UNIT))
+    view = tl.load(row + 1).to(tl.pointer_type(UNIT))
+    new = tl.load(source + start, mask=inside, other=0)
+    served = tl.load(view + to, mask=inside, other=0)
+    return to, new, served
+
+
+@triton.jit
+def _num_differing(
+    new, served, WIDTH: tl.constexpr, INTEGER: tl.constexpr, PIECES: tl.constexpr
 ):
-    """Offsets in the view, the new and the served bits, and where they differ."""
-    source = tl.load(row).to(tl.pointer_type(INTEGER))
-    view = tl.load(row + 1).to(tl.pointer_type(INTEGER))
-    num = tl.load(row + 2).to(tl.int32)
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    if IS_FLAT:
-        # Both begin at a multiple of 16 bytes, so that a thread reads 16 at once.
-        source = tl.multiple_of(source, 16)
-        view = tl.multiple_of(view, 16)
-        num = tl.multiple_of(num, 16)
-        inside = at < num
-        to = at.to(tl.int64)
-        new = tl.load(source + at, mask=inside, other=0)
-        served = tl.load(view + at, mask=inside, other=0)
-    else:
-        inside = at < num
-        left = at
-        start = tl.zeros((BLOCK,), tl.int64)
-        to = tl.zeros((BLOCK,), tl.int64)
-        for step in tl.static_range(DIMS):
-            dim = row + 8 + 3 * (DIMS - 1 - step)
-            size = tl.load(dim).to(tl.int32)
-            index = (left % size).to(tl.int64)
-            left = left // size
-            start += index * tl.load(dim + 1)
-            to += index * tl.load(dim + 2)
-        new = tl.load(source + start, mask=inside, other=0)
-        served = tl.load(view + to, mask=inside, other=0)
-    return to, new, served, inside & (new != served)
+    """How many elements of each unit differ; int32."""
+    num = tl.zeros(new.shape, tl.int32)
+    for piece in tl.static_range(PIECES):
+        now = (new >> (8 * WIDTH * piece)).to(INTEGER)
+        before = (served >> (8 * WIDTH * piece)).to(INTEGER)
+        num += (now != before).to(tl.int32)
+    return num
 
 
 # No argument is specialised, because compiling holds the interpreter's lock. The kernel
 # that was compiled at start-up has to fit every tensor.
-@triton.jit(do_not_specialize_on_alignment=["rows", "owners", "counts", "totals"])
+@triton.jit(
+    do_not_specialize_on_alignment=["rows", "owners", "counts", "num_units", "units"]
+)
 def _count(
     rows,
     owners,
     counts,
-    totals,
+    num_units,
+    units,
+    WIDTH: tl.constexpr,
     INTEGER: tl.constexpr,
+    UNIT: tl.constexpr,
+    PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
-    DIMS: tl.constexpr,
-    IS_FLAT: tl.constexpr,
+    LANES: tl.constexpr,
+    MOST: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     program = tl.program_id(0)
-    owner = tl.load(owners + program).to(tl.int64)
-    row = rows + owner * (8 + 3 * DIMS)
-    block = program - tl.load(row + 3).to(tl.int32)
-    _, _, _, differs = _compared(row, block, INTEGER, BLOCK, DIMS, IS_FLAT)
-    num = tl.sum(differs.to(tl.int32), 0)
-    tl.store(counts + program, num)
-    if num > 0:
-        tl.atomic_add(totals + owner, num.to(tl.int64))
+    row = rows + tl.load(owners + program).to(tl.int64) * COLUMNS
+    num = tl.load(row + 2).to(tl.int32)
+    first = (program - tl.load(row + 3).to(tl.int32)) * BLOCK
+    notes = units + program.to(tl.int64) * MOST
+    num_found = 0
+    num_noted = 0
+    for start in range(0, tl.minimum(num - first, BLOCK), LANES):
+        lane = start + tl.arange(0, LANES)
+        _, new, served = _compared(row, first + lane, num, UNIT)
+        differing = _num_differing(new, served, WIDTH, INTEGER, PIECES)
+        has_any = differing > 0
+        rank = num_noted + tl.cumsum(has_any.to(tl.int32), 0) - 1
+        tl.store(notes + rank, lane.to(tl.int16), mask=has_any & (rank < MOST))
+        # Both numbers in one sum.
+        both = tl.sum(differing | (has_any.to(tl.int32) << 16), 0)
+        num_found += both & 0xFFFF
+        num_noted += both >> 16
+    tl.store(counts + program, num_found)
+    tl.store(num_units + program, num_noted)
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows", "owners", "ends", "sums"])
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        *("rows", "owners", "ends", "num_units", "units", "sums")
+    ]
+)
 def _log(
     rows,
     owners,
     ends,
+    num_units,
+    units,
     sums,
     WIDTH: tl.constexpr,
     INTEGER: tl.constexpr,
+    UNIT: tl.constexpr,
+    PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
-    DIMS: tl.constexpr,
-    IS_FLAT: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    STEP: tl.constexpr,
+    MOST: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     program = tl.program_id(0)
-    row = rows + tl.load(owners + program).to(tl.int64) * (8 + 3 * DIMS)
+    row = rows + tl.load(owners + program).to(tl.int64) * COLUMNS
     first_program = tl.load(row + 3).to(tl.int32)
     # `ends` has a zero before the count of the first program.
     begin = tl.load(ends + program)
     num = tl.load(ends + program + 1) - begin
-    first = begin - tl.load(ends + first_program)
-    start = tl.load(row + 4)
+    begin -= tl.load(ends + first_program)
     if (num > 0) & (tl.load(row + 5) != 0):
-        offsets = tl.load(row + 5).to(tl.pointer_type(tl.int32)) + first
-        bits = tl.load(row + 6).to(tl.pointer_type(INTEGER)) + first
-        block = program - first_program
-        to, new, _, differs = _compared(row, block, INTEGER, BLOCK, DIMS, IS_FLAT)
-        number = tl.cumsum(differs.to(tl.int32), 0) - 1
-        tl.store(offsets + number, (to + start).to(tl.int32), mask=differs)
-        tl.store(bits + number, new, mask=differs)
-        # What is logged is few: the terms of the others need not be computed.
-        tl.debug_barrier()
-        param = (tl.load(row + 1) - start * WIDTH).to(tl.pointer_type(INTEGER))
-        place = tl.load(row + 7) + first
-        a = tl.zeros((AT_ONCE,), tl.int64)
-        b = tl.zeros((AT_ONCE,), tl.int64)
-        for done in range(0, num, AT_ONCE):
-            at = done + tl.arange(0, AT_ONCE)
-            inside = at < num
-            offset = tl.load(offsets + at, mask=inside, other=0)
-            now = tl.load(bits + at, mask=inside, other=0).to(tl.int64)
-            served = tl.load(param + offset, mask=inside, other=0).to(tl.int64)
-            c, d = change_terms((place + at) * WIDTH, served, now, WIDTH)
-            a += tl.where(inside, c, 0)
-            b += tl.where(inside, d, 0)
-        tl.atomic_add(sums, tl.sum(a, 0))
-        tl.atomic_add(sums + 1, tl.sum(b, 0))
-        tl.atomic_add(sums + 2, num)
+        first = (program - first_program) * BLOCK
+        in_row = tl.load(row + 2).to(tl.int32)
+        offset = tl.load(row + 4).to(tl.int32)
+        offsets = tl.load(row + 5).to(tl.pointer_type(tl.int32)) + begin
+        bits = tl.load(row + 6).to(tl.pointer_type(INTEGER)) + begin
+        place = tl.load(row + 7) + begin
+        noted = tl.load(num_units + program)
+        notes = units + program.to(tl.int64) * MOST
+        is_noted = noted <= MOST
+        num_noted = tl.where(is_noted, noted, 0)
+        done = 0
+        a = tl.zeros((STEP,), tl.int64)
+        b = tl.zeros((STEP,), tl.int64)
+        for start in range(0, tl.where(is_noted, noted, BLOCK), STEP):
+            lane = start + tl.arange(0, STEP)
+            note = tl.load(notes + lane, mask=lane < num_noted, other=0)
+            unit = first + tl.where(is_noted, note.to(tl.int32), lane)
+            # One that is not noted is beyond the row, so nothing is read.
+            unit = tl.where(is_noted & (lane >= noted), in_row, unit)
+            to, new, served = _compared(row, unit, in_row, UNIT)
+            differing = _num_differing(new, served, WIDTH, INTEGER, PIECES)
+            number = done + tl.cumsum(differing, 0) - differing
+            done += tl.sum(differing, 0)
+            for piece in tl.static_range(PIECES):
+                now = (new >> (8 * WIDTH * piece)).to(INTEGER)
+                before = (served >> (8 * WIDTH * piece)).to(INTEGER)
+                differs = now != before
+                at = offset + to * PIECES + piece
+                tl.store(offsets + number, at, mask=differs)
+                tl.store(bits + number, now, mask=differs)
+                c, d = change_terms(
+                    *((place + number) * WIDTH, before.to(tl.int64)),
+                    *(now.to(tl.int64), WIDTH),
+                )
+                a += tl.where(differs, c, 0)
+                b += tl.where(differs, d, 0)
+                number += differs.to(tl.int32)
+        # Relaxed, as in `_write` of triton_kernels.py.
+        tl.atomic_add(sums, tl.sum(a, 0), sem="relaxed")
+        tl.atomic_add(sums + 1, tl.sum(b, 0), sem="relaxed")
+        tl.atomic_add(sums + 2, num, sem="relaxed")
+
+
+class Differing(NamedTuple):
+    """What `count` finds.
+
+    Attributes:
+        ends: elements that differ up to the end of each program, after a zero; int64
+            [programs + 1].
+        num_units: units that differ, of each program; int32 [programs].
+        units: their numbers in the program; int16 [programs, MOST_NOTED].
+
+    """
+
+    ends: torch.Tensor
+    num_units: torch.Tensor
+    units: torch.Tensor
+
+
+def _options(width: int, *, in_words: bool) -> dict[str, Any]:
+    return {
+        "WIDTH": width,
+        "INTEGER": INTEGERS[width],
+        "UNIT": INTEGERS[WORD if in_words else width],
+        "PIECES": WORD // width if in_words else 1,
+        "BLOCK": BLOCK,
+        "MOST": MOST_NOTED,
+        "COLUMNS": COLUMNS,
+    }
 
 
 def count(
-    rows: torch.Tensor, owners: torch.Tensor, width: int, *, is_flat: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    rows: torch.Tensor, owners: torch.Tensor, width: int, *, in_words: bool
+) -> Differing:
     """Count the elements that differ.
 
     Args:
         rows: int64 [copies, COLUMNS] on the GPU.
         owners: the row of each program; int32.
         width: bytes of an element.
-        is_flat: whether both sides of each row are contiguous, begin at a multiple of
-            16 bytes, and have a multiple of 16 elements.
-
-    Returns:
-        the number of them up to the end of each program, after a zero, int64
-        [programs + 1]; and their number in each row, int64 [copies].
+        in_words: whether the units are words of 8 bytes.
 
     """
-    counts = torch.zeros(len(owners) + 1, dtype=torch.int32, device=rows.device)
-    totals = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
-    _count[(len(owners),)](
-        *(rows, owners, counts[1:], totals),
-        INTEGER=INTEGERS[width],
-        BLOCK=BLOCK,
-        DIMS=DIMS,
-        IS_FLAT=is_flat,
-        num_warps=8,
+    num, device = len(owners), rows.device
+    counts = torch.zeros(num + 1, dtype=torch.int32, device=device)
+    num_units = torch.empty(num, dtype=torch.int32, device=device)
+    units = torch.empty((num, MOST_NOTED), dtype=torch.int16, device=device)
+    _count[(num,)](
+        *(rows, owners, counts[1:], num_units, units),
+        **_options(width, in_words=in_words),
+        LANES=LANES,
     )
-    return counts.cumsum(0, dtype=torch.int64), totals
+    return Differing(counts.cumsum(0, dtype=torch.int64), num_units, units)
 
 
 def log(
     rows: torch.Tensor,
     owners: torch.Tensor,
-    ends: torch.Tensor,
+    found: Differing,
     sums: torch.Tensor,
     width: int,
     *,
-    is_flat: bool,
+    in_words: bool,
 ) -> None:
     """Log the elements that differ, with the bits that the update brings.
 
@@ -188,19 +263,14 @@ def log(
         rows: as of `count`, with addresses of the log; an address of 0 for a row that
             there is no room for.
         owners: as of `count`.
-        ends: the first of what `count` returned.
+        found: what `count` returned.
         sums: of the log, see change_log.py.
         width: bytes of an element.
-        is_flat: as of `count`.
+        in_words: as of `count`.
 
     """
     _log[(len(owners),)](
-        *(rows, owners, ends, sums),
-        WIDTH=width,
-        INTEGER=INTEGERS[width],
-        BLOCK=BLOCK,
-        DIMS=DIMS,
-        IS_FLAT=is_flat,
-        AT_ONCE=AT_ONCE,
-        num_warps=8,
+        *(rows, owners, *found, sums),
+        **_options(width, in_words=in_words),
+        STEP=NOTED_PER_STEP,
     )

@@ -23,6 +23,8 @@ from vllm.inflight.delta.device_decode import launch_table, to_device
 from vllm.inflight.ops.arriving import to_host
 from vllm.inflight.ops.reference import row_major
 from vllm.inflight.worker.delta.destinations import (
+    MOST_DIMS,
+    WORD,
     Destinations,
     KnownDestinations,
     is_short,
@@ -38,9 +40,6 @@ scratch memory."""
 
 MOST_AT_ONCE = 1 << 31
 """Elements of a copy that the kernels do not follow: they count them in 32 bits."""
-
-FLAT = 16
-"""Elements and bytes at whose multiples a copy can be read 16 bytes at a time."""
 
 
 class Came(NamedTuple):
@@ -59,11 +58,12 @@ class Row(NamedTuple):
 
     param: str
     width: int
-    is_flat: bool
+    in_words: bool
+    """Whether both sides can be read in words."""
     numbers: list[int]
-    """The first columns of its row, see compare_kernels.py."""
+    """The first columns of its row, see compare_kernels.py; elements, not units."""
     steps: Sequence[int]
-    """Size and both strides of each dimension."""
+    """Size and both strides of each dimension, in elements."""
 
 
 class Comparison:
@@ -98,9 +98,9 @@ class Comparison:
                 log_differences(self._log, self._live, came.entry, came.tensor)
                 continue
             for row in self._rows(places, came.tensor):
-                rows.setdefault((row.width, row.is_flat), []).append(row)
-        for (width, is_flat), alike in rows.items():
-            compare_on_device(self._log, alike, width, is_flat=is_flat)
+                rows.setdefault((row.width, row.in_words), []).append(row)
+        for (width, in_words), alike in rows.items():
+            compare_on_device(self._log, alike, width, in_words=in_words)
 
     def _can_follow(self, places: Destinations, tensor: torch.Tensor) -> bool:
         sizes = [tensor.numel(), *(prod(z.view[1]) for z in places.entry.zeros)]
@@ -110,16 +110,16 @@ class Comparison:
 
     def _rows(self, places: Destinations, tensor: torch.Tensor) -> Iterable[Row]:
         width, start = tensor.element_size(), tensor.data_ptr()
-        for copied, steps, is_flat in zip(
-            places.copies, places.steps.tolist(), places.are_flat.tolist(), strict=True
+        for copied, steps, run in zip(
+            places.copies, places.steps.tolist(), places.runs.tolist(), strict=True
         ):
             num = prod(copied.part[1])
             source = start + width * steps[0]
             view = self._live[copied.param].data_ptr() + width * steps[1]
-            is_flat &= not (num % FLAT or source % FLAT or view % FLAT)
+            in_words = not (width * run % WORD or source % WORD or view % WORD)
             numbers = [source, view, num, 0, steps[1]]
             if num:
-                yield Row(copied.param, width, is_flat, numbers, steps[2:])
+                yield Row(copied.param, width, in_words, numbers, steps[2:])
         for zeroed in places.entry.zeros:
             offset, shape, _ = zeroed.view
             width = self._live[zeroed.param].element_size()
@@ -131,19 +131,31 @@ class Comparison:
 
 
 def compare_on_device(
-    log: ChangeLog, rows: Sequence[Row], width: int, *, is_flat: bool
+    log: ChangeLog, rows: Sequence[Row], width: int, *, in_words: bool
 ) -> None:
     """Compare copies of one element width, and log what differs."""
     from vllm.inflight.worker.delta import compare_kernels as kernels
 
     table = np.zeros((len(rows), kernels.COLUMNS), dtype=np.int64)
     table[:, :5] = [row.numbers for row in rows]
-    table[:, 8:] = [row.steps for row in rows]
+    table[:, 9:] = [row.steps for row in rows]
+    # The dimensions that are longer than one come first.
+    dims = table[:, 9:].reshape(len(rows), MOST_DIMS, 3)
+    last = np.maximum((dims[:, :, 0] > 1).sum(1), 1) - 1
+    table[:, 8] = last + 1
+    if (pieces := WORD // width if in_words else 1) > 1:
+        at = np.arange(len(rows)), last
+        table[:, 2] //= pieces
+        dims[*at, 0] //= pieces
+        dims[:, :, 1:] //= pieces
+        dims[*at, 1:] = 1
+        table[:, 9:] = dims.reshape(len(rows), -1)
     num_programs = -(-table[:, 2] // kernels.BLOCK)
     on_device, owners = launch_table(table, 3, num_programs, log.device)
-    ends, totals = kernels.count(on_device, owners, width, is_flat=is_flat)
+    found = kernels.count(on_device, owners, width, in_words=in_words)
+    firsts = torch.cat((found.ends[on_device[:, 3]], found.ends[-1:]))
     # This waits until they are counted: the log has to know how much room they take.
-    counts = to_host(totals).numpy().astype(np.int64)
+    counts = np.diff(to_host(firsts).numpy())
     differ = np.flatnonzero(counts)
     if not len(differ):
         return
@@ -153,7 +165,7 @@ def compare_on_device(
         table[differ, 5:8] = np.stack(reserved, 1)
         on_device = to_device(table, log.device)
         sums = log.sums_on_device()
-        kernels.log(on_device, owners, ends, sums, width, is_flat=is_flat)
+        kernels.log(on_device, owners, found, sums, width, in_words=in_words)
 
 
 def log_differences(
@@ -246,12 +258,12 @@ def warm(device: torch.device, dtypes: set[torch.dtype]) -> None:
     for width in {dtype.itemsize for dtype in dtypes}:
         log = ChangeLog(device, 1 << 12)
         served, new = (
-            torch.full((2 * FLAT,), fill, dtype=ops.INTEGERS[width], device=device)
+            torch.full((WORD,), fill, dtype=ops.INTEGERS[width], device=device)
             for fill in (0, 1)
         )
-        numbers = [new.data_ptr(), served.data_ptr(), 2 * FLAT, 0, 0]
-        steps = [2 * FLAT, 1, 1, *[1, 1 << 62, 0] * 3]
-        for is_flat in (True, False):
-            row = Row("", width, is_flat, numbers, steps)
-            compare_on_device(log, [row], width, is_flat=is_flat)
+        numbers = [new.data_ptr(), served.data_ptr(), WORD, 0, 0]
+        steps = [WORD, 1, 1, *[1, 1 << 62, 0] * 3]
+        for in_words in (True, False):
+            row = Row("", width, in_words, numbers, steps)
+            compare_on_device(log, [row], width, in_words=in_words)
         torch.cuda.current_stream(device).synchronize()

@@ -7,7 +7,7 @@ which view of which parameter. Here single elements are followed along these cop
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import prod
+from math import gcd, prod
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -18,6 +18,9 @@ from vllm.inflight.worker.replay_plan import Copied, Entry, View, are_apart, spa
 
 MOST_DIMS = 4
 """Most dimensions of a part that are longer than one, as kernels follow them."""
+
+WORD = 8
+"""Bytes that kernels read at once, where an element is shorter."""
 
 NEVER = 1 << 62
 """A step that no place reaches: the stride of a dimension that is not there."""
@@ -48,8 +51,11 @@ class Destinations:
         has_all: whether every element of the tensor is served on this rank, and once.
         form: shape and dtype of the tensor.
         steps: int64 [copies, 2 + 3 * MOST_DIMS]: where each part and its view begin;
-            then size, stride and stride in the parameter of each dimension.
+            then size, stride and stride in the parameter of each dimension. Dimensions
+            that lie in one piece on both sides are one.
         are_flat: bool [copies]: whether a part and its view are contiguous.
+        runs: int64 [copies]: a part and its view consist of runs of so many elements.
+            Both begin them at multiples of that, counted from their own beginning.
 
     """
 
@@ -66,6 +72,7 @@ class Destinations:
         steps = [steps_of(copied.part, copied.view) for copied in entry.copies]
         self.steps = np.array(steps, dtype=np.int64).reshape(-1, 2 + 3 * MOST_DIMS)
         self.are_flat = np.array(list(map(_is_flat, entry.copies)), dtype=bool)
+        self.runs = np.array([*map(run_of, self.steps.tolist())], dtype=np.int64)
 
     @classmethod
     def of(cls, entry: Entry | None) -> Destinations | None:
@@ -225,6 +232,18 @@ def _is_flat(copied: Copied) -> bool:
 def steps_of(part: View, view: View) -> list[int]:
     """A row of `Destinations.steps`, for a part of a tensor and the view it goes to."""
     start, shape, stride = part
-    dims = widest_first(shape, stride, view[2])
+    dims: list[tuple[int, int, int]] = []
+    for size, step, to in widest_first(shape, stride, view[2]):
+        if dims and dims[-1][1:] == (size * step, size * to):
+            size *= dims.pop()[0]
+        dims.append((size, step, to))
     dims += [(1, NEVER, 0)] * (MOST_DIMS - len(dims))
     return [start, view[0], *(number for dim in dims for number in dim)]
+
+
+def run_of(steps: list[int]) -> int:
+    """The run of a row of `Destinations.steps`; see `Destinations.runs`."""
+    dims = [steps[at : at + 3] for at in range(2, len(steps), 3) if steps[at] > 1]
+    if not dims or dims[-1][1:] != [1, 1]:
+        return 1
+    return gcd(dims[-1][0], *(number for dim in dims[:-1] for number in dim[1:]))

@@ -37,6 +37,10 @@ from vllm.inflight.worker.verify.drift import Sampler
 
 Params = Mapping[str, torch.Tensor]
 
+MOST_SHORT = 1 << 31
+"""Elements of a tensor from which on a place does not fit into 32 bits. A parameter is
+shorter, see `is_short` in destinations.py."""
+
 
 class DeviceWriter:
     """Writes the changes of a delta, a part at a time.
@@ -68,7 +72,10 @@ class DeviceWriter:
         number = np.repeat(np.arange(len(tensors)), tensors[:, 3])
         self._rows[:, 7], self._rows[:, 9:11] = number, tensors[number, 1:3]
         self._rows[:, 11:13] = targets.steps[:, :2]
+        self._rows[:, 14] = (targets.steps[:, 2::3] > 1).sum(1)
         self._rows[:, 16:] = targets.steps[:, 2:]
+        index_bits = np.where(tensors[number, 0] < MOST_SHORT, 32, 64)
+        self._index_bits = np.where(targets.are_flat, 0, index_bits)
         shape = len(tensors), SUMS
         self._sums = torch.zeros(shape, dtype=torch.int64, device=device)
 
@@ -120,22 +127,37 @@ class DeviceWriter:
             note(ChangedElements(offsets, tuple(map(Stretch, params, *columns))))
         rows[:, 5] = counts
         launches.held += changes.places, changes.bits
-        are_flat = targets.are_flat[copy]
-        kinds = zip(widths.tolist(), are_flat.tolist(), strict=True)
-        for width, is_flat in sorted(set(kinds)):
-            own = (widths == width) & (are_flat == is_flat)
+        index_bits = self._index_bits[copy]
+        kinds = zip(widths.tolist(), index_bits.tolist(), strict=True)
+        for width, num_bits in sorted(set(kinds)):
+            own = (widths == width) & (index_bits == num_bits)
             num_programs = -(-counts[own] // kernels.BLOCK)
 
             def launch(
                 table: torch.Tensor,
                 owners: torch.Tensor,
-                kind: tuple[int, bool] = (width, is_flat),
+                kind: tuple[int, int] = (width, num_bits),
             ) -> None:
-                width, is_flat = kind
+                width, num_bits = kind
                 sums = self._sums, width, log_sums
-                kernels.write(table, owners, *sums, are_flat=is_flat)
+                kernels.write(table, owners, *sums, index_bits=num_bits)
 
             launches.add_programs(rows[own], 6, num_programs, launch)
+
+    def warm_long(self, width: int) -> None:
+        """Compile the kernel for tensors from MOST_SHORT elements on: none is written.
+
+        Args:
+            width: bytes of an element.
+
+        """
+        from vllm.inflight.worker.delta import triton_kernels as kernels
+
+        is_logged = isinstance(self._shadow, ChangeLog)
+        row = torch.zeros(kernels.COLUMNS, dtype=torch.int64, device=self._device)
+        owner = torch.zeros(1, dtype=torch.int32, device=self._device)
+        sums = self._sums, width, row[:LOG_SUMS] if is_logged else None
+        kernels.write(row.clone(), owner, *sums, index_bits=64)
 
     def _only_own(
         self,
@@ -211,16 +233,17 @@ def warm(
 
     """
     for width in {dtype.itemsize for dtype in dtypes}:
-        # Changes that are far apart, which are coded as gaps, and one that is not; a
-        # matrix that is served turned, whose places have to be divided.
+        # Changes that are far apart, which are coded as gaps, and one that is not; the
+        # same in a matrix that is served turned, so that its places are divided; runs.
+        changed = np.s_[::512], np.s_[:], np.s_[::8, 0], np.s_[::8]
         olds = [
             torch.zeros(shape, dtype=ops.INTEGERS[width], device="cpu")
-            for shape in ((4096,), (1,), (64, 64))
+            for shape in ((4096,), (1,), (64, 64), (64, 64))
         ]
         encoder, parts = Encoder(), list[Part]()
-        for number, old in enumerate(olds):
+        for number, (old, at) in enumerate(zip(olds, changed, strict=True)):
             new = old.clone()
-            new.view(-1)[::512] = 1
+            new[at] = 1
             parts += encoder.add(number, old, new)
         (host,) = [*parts, *encoder.finish()]
         part = Part(host.table, host.data.to(device))
@@ -237,10 +260,11 @@ def warm(
         launches = Launches(device)
         changes = decode_unproved(part, launches=launches)
         writer.write(changes, logs.append, launches)
+        writer.warm_long(width)
         sampler = Sampler(device=device)
         sampler.add([(str(number), old.to(device)) for number, old in enumerate(olds)])
         sizes = np.array([old.numel() for old in olds])
-        names = [*map(str, range(3))]
+        names = [*map(str, range(len(olds)))]
         ChangedSamples(sampler.samples(), names, sizes).write(changes, launches)
         launches.run()
         require_sound([changes.fault])

@@ -11,15 +11,13 @@ import triton
 import triton.language as tl
 
 from vllm.inflight.ops.triton_kernels import change_terms
+from vllm.inflight.worker.delta.destinations import MOST_DIMS
 from vllm.inflight.worker.verify.drift import NUM_RUNS, RUN
 
 BLOCK = 1024
 """Changes that a program writes."""
 
-DIMS = 4
-"""Most dimensions of a part, of those that are longer than one."""
-
-COLUMNS = 16 + 3 * DIMS
+COLUMNS = 16 + 3 * MOST_DIMS
 """int64 values of a row of `write`; device_writer.py fills it."""
 
 NUM_WARPS = 8
@@ -54,7 +52,7 @@ def _write(
     INTEGER: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
-    DIMS: tl.constexpr,
+    INDEX_BITS: tl.constexpr,
     IS_LOGGED: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -78,20 +76,27 @@ def _write(
     left = place - tl.load(row + 11)
     offset = tl.zeros((BLOCK,), tl.int64) + tl.load(row + 12)
     is_here = inside & (left >= 0)
-    if DIMS == 0:
+    if INDEX_BITS == 0:
         # Both are in one piece, so nothing has to be divided.
         offset += left
         is_here &= left < tl.load(row + 16)
     else:
-        for dim in tl.static_range(DIMS):
-            size = tl.load(row + 16 + 3 * dim)
-            step = tl.load(row + 17 + 3 * dim)
-            to = tl.load(row + 18 + 3 * dim)
-            index = left // step
-            left -= index * step
-            offset += index * to
+        if INDEX_BITS == 32:
+            # Of malformed data, a place may be any number.
+            is_here &= left < 0x80000000
+            rest = left.to(tl.uint32)
+        else:
+            rest = left
+        within = tl.zeros_like(rest)
+        for dim in range(tl.load(row + 14).to(tl.int32)):
+            size = tl.load(row + 16 + 3 * dim).to(rest.dtype)
+            step = tl.load(row + 17 + 3 * dim).to(rest.dtype)
+            index = rest // step
+            rest -= index * step
+            within += index * tl.load(row + 18 + 3 * dim).to(rest.dtype)
             is_here &= index < size
-        is_here &= left == 0
+        is_here &= rest == 0
+        offset += within.to(tl.int64)
     change = tl.load(bits + at, mask=is_here, other=0)
     before = tl.load(live + offset, mask=is_here, other=0)
     now = tl.where(is_added != 0, before + change, change).to(INTEGER)
@@ -101,21 +106,23 @@ def _write(
         tl.store(target + offset, now, mask=is_here)
     tl.store(log + at, tl.where(is_here, offset, -1).to(tl.int32), mask=inside)
     before64, now64 = before.to(tl.int64), now.to(tl.int64)
+    # Nobody reads the sums before the launch has ended. In the usual order each of them
+    # would wait until all that the program has written is seen.
     if IS_LOGGED:
         first = tl.load(row + 13)
         c, d = change_terms((first + at) * WIDTH, before64, now64, WIDTH)
-        tl.atomic_add(log_sums, tl.sum(tl.where(is_here, c, 0), 0))
-        tl.atomic_add(log_sums + 1, tl.sum(tl.where(is_here, d, 0), 0))
-        tl.atomic_add(log_sums + 2, tl.sum(is_here.to(tl.int64), 0))
+        tl.atomic_add(log_sums, tl.sum(tl.where(is_here, c, 0), 0), sem="relaxed")
+        tl.atomic_add(log_sums + 1, tl.sum(tl.where(is_here, d, 0), 0), sem="relaxed")
+        tl.atomic_add(log_sums + 2, tl.sum(is_here.to(tl.int64), 0), sem="relaxed")
     a, b = change_terms(place * WIDTH, before64, now64, WIDTH)
-    tl.atomic_add(sum_of, tl.sum(tl.where(is_here, a, 0), 0))
-    tl.atomic_add(sum_of + 1, tl.sum(tl.where(is_here, b, 0), 0))
+    tl.atomic_add(sum_of, tl.sum(tl.where(is_here, a, 0), 0), sem="relaxed")
+    tl.atomic_add(sum_of + 1, tl.sum(tl.where(is_here, b, 0), 0), sem="relaxed")
     # Without its sign, a number is no less than the smallest one that is not finite.
     magnitude = now64 & ((1 << (8 * WIDTH - 1)) - 1)
     bad = is_here & (limit != 0) & (magnitude >= limit)
     bad |= is_here & (nan_byte >= 0) & ((now64 & 0xFF) == nan_byte)
-    tl.atomic_add(sum_of + 2, tl.sum(bad.to(tl.int64), 0))
-    tl.atomic_add(sum_of + 3, tl.sum(is_here.to(tl.int64), 0))
+    tl.atomic_add(sum_of + 2, tl.sum(bad.to(tl.int64), 0), sem="relaxed")
+    tl.atomic_add(sum_of + 3, tl.sum(is_here.to(tl.int64), 0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "owners"])
@@ -180,7 +187,7 @@ def write(
     width: int,
     log_sums: torch.Tensor | None = None,
     *,
-    are_flat: bool = False,
+    index_bits: int,
 ) -> None:
     """Write changes of one element width into the shadow weights, or into a log.
 
@@ -190,8 +197,9 @@ def write(
         sums: int64 [tensors, SUMS]; it is added to.
         width: bytes of an element.
         log_sums: of the log of delta staging, see change_log.py; None without it.
-        are_flat: whether parts and views of all rows are in one piece. Then each row
-            has the number of its elements in place of the first size.
+        index_bits: 0 if parts and views of all rows are in one piece; 32 if all parts
+            and views reach less far than 2**31 elements; else 64. Places are divided
+            in so many bits, as 64 take longer.
 
     """
     _write[(len(owners),)](
@@ -200,7 +208,7 @@ def write(
         INTEGER=INTEGERS[width],
         BLOCK=BLOCK,
         COLUMNS=COLUMNS,
-        DIMS=0 if are_flat else DIMS,
+        INDEX_BITS=index_bits,
         IS_LOGGED=log_sums is not None,
         num_warps=NUM_WARPS,
     )

@@ -166,7 +166,8 @@ class ChangeLog:
     def __init__(
         self, device: torch.device, capacity: int, host_capacity: int = 0
     ) -> None:
-        self.device = device
+        # With its number: tensors are compared with it.
+        self.device = torch.empty(0, device=device).device
         self.capacity = capacity
         self.host_capacity = host_capacity
         self._memory: Area | None = None
