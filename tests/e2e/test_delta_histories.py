@@ -4,8 +4,9 @@ The model is a dictionary of tensors for each version. After every move the engi
 to serve just what the model says.
 """
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import nullcontext
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -17,7 +18,9 @@ from safetensors.torch import load_file, save_file
 from vllm.config.weight_transfer import WeightTransferConfig
 
 from tests.support.deltas import delta_between, stepped
+from tests.support.engines.mirrored import mirrored
 from tests.support.engines.probe import greedy
+from tests.support.engines.sleeping_with_a_log import sleeping_with_a_log
 from tests.support.engines.unpacked import CAN_UNPACK_EXPERTS, unpacked
 from tests.support.models.families import cpu_options
 from vllm.inflight import ops
@@ -29,12 +32,15 @@ from vllm.inflight.update import TensorSpec
 pytestmark = pytest.mark.engine
 
 Tensors = dict[str, torch.Tensor]
+Served = tuple[Tensors, str, list[list[int]]]
+"""A version, its digest, and its tokens."""
 
 LENGTH = 60
 """Moves of a history."""
 MOVES = {
     **{"delta": 40, "rollback": 12, "damaged": 10, "nothing": 3, "whole": 3},
-    **{"subset": 3, "elsewhere": 3, "trainer again": 4, "sleep": 3, "aborted": 8},
+    **{"subset": 3, "elsewhere": 3, "trainer again": 4, "sleep": 3, "deep sleep": 2},
+    **{"restart": 1, "aborted": 8},
 }
 """What may come next, and how often of all."""
 DAMAGES = ("lost", "twice", "cut off", "other bits", "other base", "out of order")
@@ -68,6 +74,7 @@ class History:
         seed: decides about all moves.
         may_sleep: whether the engine can.
         has_log: whether it keeps the way back beside an update that it logs.
+        start: starts the engine again; None if it does not end.
         without: moves that do not come.
 
     """
@@ -81,11 +88,13 @@ class History:
         *,
         may_sleep: bool,
         has_log: bool,
+        start: Callable[[], Any] | None = None,
         without: Collection[str] = (),
     ) -> None:
         self._llm, self._folder, self._random = llm, folder, Random(seed)
-        self._has_log = has_log
-        left_out = {*without, *([] if may_sleep else ["sleep"])}
+        self._has_log, self._start, self._first = has_log, start, dict(weights)
+        left_out = {*without, *([] if may_sleep else ["sleep", "deep sleep"])}
+        left_out |= set() if start else {"restart"}
         self._moves = {m: n for m, n in MOVES.items() if m not in left_out}
         self.served, self._before = dict(weights), None
         """What the engine has to serve, and may be rolled back to."""
@@ -106,10 +115,11 @@ class History:
         self.num_deltas += outcome.is_delta
         return outcome
 
-    def move(self) -> str:
-        """Do what comes next; returns what it was."""
-        names, counts = zip(*self._moves.items(), strict=True)
-        (name,) = self._random.choices(names, counts)
+    def move(self, name: str | None = None) -> str:
+        """Do this, or what comes next; returns what it was."""
+        if name is None:
+            names, counts = zip(*self._moves.items(), strict=True)
+            (name,) = self._random.choices(names, counts)
         getattr(self, "_" + name.replace(" ", "_"))()
         return str(name)
 
@@ -160,6 +170,28 @@ class History:
         self._llm.sleep(level=1)
         self._llm.wake_up()
         self._before = None  # its memory was given back
+
+    def _deep_sleep(self) -> None:
+        """The weights are lost, and the next version fills them in place."""
+        self._llm.sleep(level=2)
+        self._llm.wake_up()
+        assert self._llm.weight_info()["weights"] == "gone"
+        with pytest.raises(InflightError):
+            self._to.rollback()
+        self._next = self._step(0.01)
+        assert not self._publish().is_delta
+        self._before = None
+
+    def _restart(self) -> None:
+        """The engine ends, and another one serves what this one has started with."""
+        assert self._start is not None
+        self._to.close()
+        self._llm = self._start()
+        self._to = self._trainer()
+        self._before, self.served = None, dict(self._first)
+        self._next = self._step(0.01)
+        assert not self._publish().is_delta
+        self._before = None  # whose digest is not known
 
     def _damaged(self, what: str | None = None) -> None:
         """A delta by hand that something happens to; then nothing changes."""
@@ -227,6 +259,10 @@ class History:
         assert self._llm.weight_info()["digest"] == digest_of(self.served), what
         assert self._llm.weight_update_status()["active"] is None, what
 
+    def said(self) -> Served:
+        """What the engine serves, its digest, and what it says."""
+        return dict(self.served), self._llm.weight_info()["digest"], greedy(self._llm)
+
     def close(self) -> None:
         """Compare with the same version sent whole: tokens, and live weights."""
         self._to.close()
@@ -237,26 +273,40 @@ class History:
         assert scrubbed == "equal"
 
 
+@contextmanager
+def unpacked_with_a_log() -> Iterator[None]:
+    with unpacked(), sleeping_with_a_log():
+        yield
+
+
+KINDS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "second set": nullcontext,
+    "second set as on a GPU": mirrored,
+    "delta staging": unpacked_with_a_log,
+}
+"""Engines by how they have their weights twice, or do not."""
+
+
 @pytest.fixture(scope="module", params=["second set", "delta staging"])
 def engine(
     request: pytest.FixtureRequest,
     start: Callable[..., Any],
     checkpoint: Callable[..., Path],
 ) -> Iterator[tuple[Callable[..., Any], bool]]:
-    """Starts an engine, and whether it can sleep."""
-    is_log = request.param == "delta staging"
+    """Starts an engine, and whether it has a log."""
+    has_log = request.param == "delta staging"
 
-    def made(**options: Any) -> Any:
+    def made(folder: Path | None = None, **options: Any) -> Any:
         family = options.pop("family", None)
         shape = {} if family is None else {"family": family}
         options |= {} if family is None else cpu_options(family)
-        options |= {"additional_config": STAGING} if is_log else {}
+        options |= {"additional_config": STAGING} if has_log else {}
         local = WeightTransferConfig(backend="local")
-        folder = checkpoint(0, **shape)
+        folder = folder or checkpoint(0, **shape)
         return start(folder, weight_transfer_config=local, **options), folder
 
-    with unpacked() if is_log else nullcontext():
-        yield made, not is_log
+    with KINDS[request.param]():
+        yield made, has_log
 
 
 def weights_of(folder: Path) -> Tensors:
@@ -265,40 +315,59 @@ def weights_of(folder: Path) -> Tensors:
     return {name: t for file in files for name, t in load_file(file).items()}
 
 
-def played(llm: Any, history: History, length: int) -> None:
+def played(history: History, length: int, given: Mapping[int, str] = {}) -> None:
+    """Play a history.
+
+    Args:
+        history: at its first version.
+        length: its moves.
+        given: those of them that are not left to chance, by their number.
+
+    """
     moves: list[str] = []
     history.check("the first version")
-    for _ in range(length):
-        moves.append(history.move())
+    for number in range(length):
+        moves.append(history.move(given.get(number)))
         history.check(moves)
     history.close()
 
 
 @pytest.fixture(scope="module")
 def tiny(engine: tuple[Callable[..., Any], bool]) -> tuple[Any, Path, bool]:
-    made, may_sleep = engine
+    """An engine that may sleep, where it has started, and whether it has a log."""
+    made, has_log = engine
     llm, folder = made()
-    llm.llm_engine.vllm_config.model_config.enable_sleep_mode = may_sleep
-    return llm, folder, may_sleep
+    llm.llm_engine.vllm_config.model_config.enable_sleep_mode = True
+    return llm, folder, has_log
 
 
 @pytest.mark.parametrize(
     "seed", [0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 12))]
 )
 def test_a_history_is_that_of_its_model(
-    tiny: tuple[Any, Path, bool], tmp_path: Path, seed: int
+    tiny: tuple[Any, Path, bool],
+    engine: tuple[Callable[..., Any], bool],
+    tmp_path: Path,
+    seed: int,
 ) -> None:
-    llm, folder, may_sleep = tiny
-    can = {"may_sleep": may_sleep, "has_log": not may_sleep}
-    played(llm, History(llm, weights_of(folder), tmp_path, seed, **can), LENGTH)
+    llm, folder, has_log = tiny
+
+    def again() -> Any:
+        llm, _ = engine[0]()
+        llm.llm_engine.vllm_config.model_config.enable_sleep_mode = True
+        return llm
+
+    can = {"may_sleep": True, "has_log": has_log, "start": again}
+    given = {20: "sleep", 30: "deep sleep", 40: "restart"}
+    played(History(llm, weights_of(folder), tmp_path, seed, **can), LENGTH, given)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_delta_changes_nothing_and_the_next_one_works(
     tiny: tuple[Any, Path, bool], tmp_path: Path, damage: str
 ) -> None:
-    llm, folder, may_sleep = tiny
-    can = {"may_sleep": False, "has_log": not may_sleep}
+    llm, folder, has_log = tiny
+    can = {"may_sleep": False, "has_log": has_log}
     history = History(llm, weights_of(folder), tmp_path, 0, **can)
     for number in range(2):
         history._delta()
@@ -310,12 +379,15 @@ def test_a_damaged_delta_changes_nothing_and_the_next_one_works(
     history.close()
 
 
-def test_a_chain_of_fifty_deltas_with_rollbacks_between_them(
-    tiny: tuple[Any, Path, bool], tmp_path: Path
+@pytest.mark.parametrize("engine", KINDS, indirect=True)
+def test_a_chain_of_fifty_deltas_with_rollbacks_equals_fresh_engines(
+    tiny: tuple[Any, Path, bool],
+    engine: tuple[Callable[..., Any], bool],
+    tmp_path: Path,
 ) -> None:
-    llm, folder, may_sleep = tiny
-    can = {"may_sleep": False, "has_log": not may_sleep}
-    history = History(llm, weights_of(folder), tmp_path, 0, **can)
+    llm, folder, has_log = tiny
+    can = {"may_sleep": False, "has_log": has_log}
+    history, seen = History(llm, weights_of(folder), tmp_path, 0, **can), []
     for number in range(50):
         history._delta()
         history.check(number)
@@ -323,8 +395,27 @@ def test_a_chain_of_fifty_deltas_with_rollbacks_between_them(
             for _ in range(2):
                 history._rollback()
                 history.check(number)
+        if number % 14 == 3 or number == 49:  # after two rollbacks, and at the end
+            seen.append(history.said())
     assert history.num_deltas == 50
     history.close()
+    are_those_of_fresh_engines(engine[0], folder, seen, tmp_path / "fresh")
+
+
+def are_those_of_fresh_engines(
+    made: Callable[..., Any], like: Path, seen: list[Served], folder: Path
+) -> None:
+    """Start an engine on the last version, and give it the others as whole ones."""
+    shutil.copytree(like, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    assert len({digest for _, digest, _ in seen}) == len(seen) > 3
+    for number, (weights, digest, tokens) in enumerate(reversed(seen)):
+        save_file(weights, folder / "model.safetensors")
+        if not number:
+            llm, _ = made(folder)
+            assert greedy(llm) == tokens
+        llm.update_weights_from_disk(str(folder))
+        assert llm.weight_info()["digest"] == digest
+        assert greedy(llm) == tokens
 
 
 FAMILIES = ("qwen3", "gemma2", "phi3", "gpt2", "olmo3")
@@ -347,11 +438,11 @@ def test_families_have_histories_too(
     family: str,
     is_eager: bool,
 ) -> None:
-    made, may_sleep = engine
+    made, has_log = engine
     llm, folder = made(family=family, enforce_eager=is_eager)
-    can = {"may_sleep": False, "has_log": not may_sleep}
+    can = {"may_sleep": False, "has_log": has_log}
     length = SHORT if (family, is_eager) in CORE else LENGTH
-    played(llm, History(llm, weights_of(folder), tmp_path, 5, **can), length)
+    played(History(llm, weights_of(folder), tmp_path, 5, **can), length)
 
 
 TWO = {"tensor_parallel_size": 2}
@@ -405,4 +496,4 @@ def test_a_history_of_two_ranks_with_delta_staging(
     can = {"may_sleep": False, "has_log": True, "without": without}
     is_short = "enforce_eager" in ranks
     history = History(llm, weights_of(folder), tmp_path, seed, **can)
-    played(llm, history, SHORT if is_short else LENGTH)
+    played(history, SHORT if is_short else LENGTH)

@@ -1,20 +1,16 @@
 """Sleep with delta staging: the log is given back, lost weights are filled in place.
 
-The tests of test_sleep.py, and what is served after a sleep of level 2. The CPU build
-gives no memory back. So here a sleep gives the log back, as on a GPU, and level 2
-overwrites the weights.
+The tests of test_sleep.py, and what is served after a sleep of level 2.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.worker.cpu_worker import CPUWorker
 
 from tests.e2e.test_delta_staging import without_packing  # noqa: F401 (a fixture)
 from tests.e2e.test_delta_staging_target import booted  # noqa: F401 (a fixture)
@@ -33,36 +29,15 @@ from tests.e2e.test_sleep import (  # noqa: F401 (tests, run here with delta sta
 )
 from tests.support.deltas import stepped
 from tests.support.engines.bare_core import Streams, add, call, prompt, publish, stage
+from tests.support.engines.sleeping_with_a_log import sleeping_with_a_log
 from tests.support.waiting import until
-from vllm.inflight.worker.sleep import SleepBackend
 
 pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module", autouse=True)
 def giving_back() -> Iterator[list[str]]:
-    """Sleep as on a GPU: the log loses its memory, and level 2 loses the weights."""
-    asked: list[str] = []
-    allocator = SimpleNamespace(
-        sleep=lambda offload_tags: asked.append(f"sleep {offload_tags[0]}"),
-        wake_up=lambda tags: asked.append(f"wake {tags}"),
-    )
-
-    def backend(worker: Any) -> SleepBackend:
-        return SleepBackend(worker.vllm_inflight.stager, None)
-
-    def sleep(worker: Any, level: int = 1) -> None:
-        backend(worker).suspend(level)
-        for param in worker.model_runner.get_model().parameters():
-            param.data.fill_(7.0) if level == 2 else None
-
-    with pytest.MonkeyPatch.context() as patched:
-        place = "vllm.device_allocator.get_mem_allocator_instance"
-        patched.setattr(place, lambda: allocator)
-        patched.setattr(CPUWorker, "sleep", sleep)
-        patched.setattr(
-            CPUWorker, "wake_up", lambda worker, tags=None: backend(worker).resume(tags)
-        )
+    with sleeping_with_a_log() as asked:
         yield asked
 
 
