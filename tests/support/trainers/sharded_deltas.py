@@ -27,13 +27,14 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.multiprocessing import start_processes
 
-from tests.support.deltas import stepped
+from tests.support.deltas import integers, random_bits, stepped
 from tests.support.models.seeing import SEEING
 from tests.support.models.tiny import common_fields, make_tokenizer
 from tests.support.transports.host_memory import HostMemory
 from tests.support.transports.lent_to import receive, worker
 from vllm.inflight import ops
 from vllm.inflight.delta.decode import apply, decode
+from vllm.inflight.delta.encode import Encoder
 from vllm.inflight.delta.parts import ArrivingParts
 from vllm.inflight.errors import (
     BaseMismatch,
@@ -43,6 +44,7 @@ from vllm.inflight.errors import (
     TransferFault,
     UpdateBusy,
 )
+from vllm.inflight.trainer.deltas import batches, shard_search
 from vllm.inflight.trainer.deltas.batches import WHOLE_FROM
 from vllm.inflight.trainer.deltas.policy import DeltaPolicy
 from vllm.inflight.trainer.deltas.published import version_digest
@@ -346,6 +348,61 @@ def renamed(rank: int, size: int) -> list[Any]:
     return seen
 
 
+def hot(rank: int, size: int) -> list[Any]:
+    """Updates in which some shards change much: whether each was a delta, and how much
+    of the weights rank 0 has compared."""
+    shard_search.LOOKED_AT_BYTES = 0
+    mesh = init_device_mesh("cpu", (size,))
+    truth = {f"{n}": random_bits(torch.bfloat16, 1 << 18, n) for n in range(9)}
+    model: Tensors = {
+        name: distribute_tensor(tensor.view(1 << 9, -1), mesh, [Shard(0)])
+        for name, tensor in truth.items()
+    }
+    engine, source = Engine(), Weights(model)
+    policy = DeltaPolicy("auto", "device", engine if rank == 0 else None)
+    cpu = torch.device("cpu")
+    updates = ShardUpdates(TrainerRanks(rank), policy, cpu, is_pinned=False)
+    seen: list[Any] = []
+    compared = []
+    search = Encoder.search
+
+    def noted(self: Encoder, pairs: Any) -> Any:
+        compared.extend(now.nbytes for _, now in pairs)
+        return search(self, pairs)
+
+    def send(changes: Callable[[str], bool]) -> None:
+        for name, tensor in model.items():
+            local = tensor.to_local().view(-1).view(torch.int16)  # type: ignore[attr-defined]
+            local[::200] += 1
+            if changes(name):
+                local[torch.arange(len(local)) % 5 < 3] += 1
+        compared.clear()
+        assert updates.are_wanted(is_subset=False)
+        facts = [spec_of(fact) for fact in source.read_facts()]
+        updates.send(source, facts, source.read_tensors, engine.transfer)
+        own = sum(t.to_local().nbytes for t in model.values())  # type: ignore[attr-defined]
+        whole = {name: tensor.clone() for name, tensor in source.read_tensors()}
+        if rank == 0:
+            assert engine.tensors.keys() == whole.keys()
+            for name, tensor in whole.items():
+                assert torch.equal(*map(integers, (engine.tensors[name], tensor))), name
+            is_delta = engine.manifests[-1].base is not None
+            seen.append([is_delta, sum(compared) / own])
+
+    Encoder.search = noted  # type: ignore[method-assign]
+    try:
+        send(lambda name: False)
+        send(lambda name: name == "0")
+        send(lambda name: name == "8")
+        send(lambda name: rank == size - 1)
+        send(lambda name: True)
+        send(lambda name: False)
+    finally:
+        Encoder.search = search  # type: ignore[method-assign]
+        shard_search.LOOKED_AT_BYTES = batches.LOOKED_AT_BYTES
+    return seen
+
+
 class Whole:
     """A source that cannot tell its shards."""
 
@@ -376,6 +433,7 @@ def main(rank: int, folder: str, size: int) -> None:
         if way in ("fsdp", "columns") or size == 4:
             found[way] = chain(rank, make, size)
     found["lent"] = chain(rank, fsdp, size, is_lent=True)
+    found["hot"] = hot(rank, size)
     if size == 2:
         found["renamed"] = renamed(rank, size)
         found["without shards"] = refused(rank)

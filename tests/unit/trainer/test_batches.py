@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.deltas import random_bits
+from tests.support.deltas import random_bits, scattered, with_changes
 from tests.unit.trainer.test_delta import Weights, moved, published
 from vllm.inflight.delta import Encoder
-from vllm.inflight.trainer.deltas import delta as trainer_delta
-from vllm.inflight.trainer.deltas import shard_search
+from vllm.inflight.trainer.deltas import batches, shard_search
 from vllm.inflight.trainer.deltas.batches import BatchedSearch
 from vllm.inflight.trainer.deltas.delta import Delta, DeltaSearch
 from vllm.inflight.trainer.deltas.shard_search import ShardSearch
@@ -34,7 +33,7 @@ def search_shards(old: Weights, new: Weights) -> list[str]:
             OwnShard(name, tensor.clone(), Box.of_all((SIZE,)))
             for name, tensor in tensors.items()
         ]
-        report = search.find(shards, "always")
+        report = search.find(shards)
         search.keep(shards, report, is_all=report.boxes is not None)
     assert report.changed is not None
     return report.changed
@@ -44,7 +43,7 @@ def search_shards(old: Weights, new: Weights) -> list[str]:
 def test_a_batch_is_compared_while_the_one_before_is_encoded(
     monkeypatch: pytest.MonkeyPatch, search: Callable[[Weights, Weights], list[str]]
 ) -> None:
-    for module in (trainer_delta, shard_search):
+    for module in (batches, shard_search):
         monkeypatch.setattr(module, "batch_bytes", lambda device: 2 * 2 * SIZE)
     begin, encode = Encoder.search, Encoder.add_found
     events: list[str] = []
@@ -64,18 +63,63 @@ def test_a_batch_is_compared_while_the_one_before_is_encoded(
     assert events == ["compare", *["compare", "encode"] * 2, "encode"]
 
 
-@pytest.mark.parametrize("policy", ["auto", "always"])
-def test_a_search_gives_up_when_enough_was_looked_at(policy: str) -> None:
-    size = 10 << 20
-    search = BatchedSearch[int](policy)
-    seen = []
-    for number in range(3):
-        pair = torch.zeros(size), torch.rand(size)
-        search.compare([number], [pair])
-        seen.append((search.is_dear, search.is_given_up))
-    assert search.finish() == ([2], [2])
+NUM_LAYERS, LAYER = 36, 1 << 20
+"""Layers of a model, and elements of each."""
+
+
+def looked_at(shares: Any, policy: str = "auto", whole_from: float = 0.06) -> Any:
+    """A search in layers of which these shares have changed, up to where it gives up,
+    and the number of layers that it has compared."""
+    num_bytes = NUM_LAYERS * LAYER * 2
+    search = BatchedSearch[int](policy, whole_from=whole_from, num_bytes=num_bytes)
+    old = random_bits(torch.bfloat16, LAYER)
+    for number, share in enumerate(shares):
+        search.compare([number], [(old, with_changes(old, scattered(LAYER, share)))])
+        search.finish()
+        if search.is_given_up:
+            return search, number + 1
     search.close()
-    assert len(search.parts) > 1
-    is_auto = policy == "auto"
-    # Nothing is known before the first batch is finished.
-    assert seen == [(is_auto, False), (is_auto, is_auto), (is_auto, is_auto)]
+    return search, NUM_LAYERS
+
+
+@pytest.fixture
+def looks_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small model may be given up as soon as a large one."""
+    monkeypatch.setattr(batches, "LOOKED_AT_BYTES", 0)
+
+
+@pytest.mark.parametrize("hot", [0, 1, 2, 3, 17, 35])
+def test_one_layer_that_changes_much_ends_no_search(looks_soon: None, hot: int) -> None:
+    shares = [0.6 if number == hot else 0.005 for number in range(NUM_LAYERS)]
+    search, num_compared = looked_at(shares)
+    assert num_compared == NUM_LAYERS and not search.is_dear
+
+
+def test_an_embedding_that_changes_much_ends_no_search(looks_soon: None) -> None:
+    shares = [0.5] * 3 + [0.001] * (NUM_LAYERS - 3)
+    search, num_compared = looked_at(shares)
+    assert num_compared == NUM_LAYERS and not search.is_dear
+
+
+@pytest.mark.parametrize("share", [0.05, 0.1, 0.6, 1.0])
+def test_a_search_is_given_up_soon_where_all_layers_change_much(
+    looks_soon: None, share: float
+) -> None:
+    _, num_compared = looked_at([share] * NUM_LAYERS)
+    assert num_compared <= batches.LEAST_PIECES
+    assert looked_at([share] * NUM_LAYERS, "always")[1] == NUM_LAYERS
+
+
+def test_a_search_is_given_up_once_the_whole_version_is_cheaper_in_any_case() -> None:
+    """The layers that change are the last ones."""
+    shares = [0.0001] * 24 + [0.9] * 12
+    search, num_compared = looked_at(shares)
+    assert 24 < num_compared < 32
+    assert search.parts is not None
+
+
+def test_little_is_compared_before_a_search_is_given_up() -> None:
+    _, num_compared = looked_at([0.1] * NUM_LAYERS)
+    assert num_compared * LAYER * 2 >= batches.LOOKED_AT_BYTES
+    _, num_compared = looked_at([0.1] * NUM_LAYERS, whole_from=0.25)
+    assert num_compared == NUM_LAYERS

@@ -52,6 +52,12 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: Any) -> dict[str, Any
         (first, is_delta, names), (second, *more) = told
         assert first and second, "another version is served"
         assert [is_delta, *more] == [False, True, names] and names > 0
+    told = found.pop("hot")
+    assert [is_delta for is_delta, _ in told] == [False, True, True, True, False, True]
+    shares = [share for _, share in told]
+    # One layer or one rank that changes much ends no search. A sample of all does.
+    assert shares[0] == 0 and all(1 < shares[n] < 1.2 for n in (1, 2, 3, 5)), shares
+    assert 0 < shares[4] < 0.1, shares
     assert len(found) == {2: 3, 4: 5}[request.param]
     return found
 
@@ -189,17 +195,17 @@ def test_a_scrub_finds_a_kept_shard_that_has_changed(
     box = Box((6, 4), (2, 0), (3, 4))
     tensors = {name: random_bits(torch.bfloat16, 12).view(3, 4) for name in "ab"}
     shards = [OwnShard(name, tensor, box) for name, tensor in tensors.items()]
-    search.keep(shards, search.find(shards, "always"), is_all=True)
+    search.keep(shards, search.find(shards), is_all=True)
     for number in range(4):
         tensors["a"].view(torch.int16)[0, 0] += 1
-        report = search.find(shards, "always")
+        report = search.find(shards)
         assert report.changed == ["a"] and report.boxes is None
         if number == 3:
             search._kept["b"].view(torch.int16)[1, 1] ^= 1
         assert not caplog.text
         search.keep(shards, report, is_all=False)
     assert "sent whole" in caplog.text and "(b)" in caplog.text
-    assert search.find(shards, "always").boxes is not None
+    assert search.find(shards).boxes is not None
 
 
 def test_a_tensor_that_is_cut_in_another_way_is_rejected() -> None:

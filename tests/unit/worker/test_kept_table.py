@@ -169,6 +169,47 @@ def test_bytes_that_a_kernel_reads_as_they_are_have_a_place(
         assert shadow.stale == shadow.quantised  # they hold patterns
 
 
+def counted(monkeypatch: pytest.MonkeyPatch, load: Callable[..., None]) -> list[int]:
+    """The number of tensors of each call of the model's loader, from now on."""
+    calls: list[int] = []
+
+    def load_weights(self: Model, weights: Any) -> None:
+        calls.append(0)
+
+        def each() -> Any:
+            for pair in weights:
+                calls[-1] += 1
+                yield pair
+
+        load(self, each())
+
+    monkeypatch.setattr(Model, "load_weights", load_weights)
+    return calls
+
+
+def test_a_layer_is_recorded_in_one_call_of_the_loader(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each call walks through the whole model; a layer of experts is many tensors."""
+    shadow = engine(as_it_is)
+    calls = counted(monkeypatch, Model.load_weights)
+    fill_kept(shadow)
+    assert shadow.unkept == {} and len(shadow.kept) == len(checkpoint())
+    assert set(calls) == {len(checkpoint())}
+
+
+def test_a_layer_whose_loader_keeps_tensors_is_recorded_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    load = Model.load_weights
+    shadow = engine(as_it_is)
+    calls = counted(monkeypatch, lambda self, weights: load(self, list(weights)))
+    fill_kept(shadow)
+    assert shadow.unkept == {} and len(shadow.kept) == len(checkpoint())
+    # The first call has ended at its first tensor.
+    assert calls[: 1 + len(checkpoint())] == [1] * (1 + len(checkpoint()))
+
+
 def requantised(layer: Layer) -> None:
     """To the largest of the scales, as with one scale per tensor."""
     scale = layer.weight_scale.max()

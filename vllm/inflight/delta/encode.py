@@ -107,6 +107,11 @@ class Encoder:
         self.have_changed: list[bool] = []
         """The same of each tensor of the last call of `add_all` or `add_found`."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a part of all that is encoded and waits; 0 without any."""
+        return 0 if self._coder is None else self._coder.num_bytes
+
     def add(self, number: int, old: torch.Tensor, new: torch.Tensor) -> Iterator[Part]:
         """Encode the changes of one tensor.
 

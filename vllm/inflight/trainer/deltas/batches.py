@@ -29,7 +29,13 @@ WHOLE_FROM_OVER_IPC = 0.04
 of an 8B model took 0.79 of a whole version, and 10 % took 1.9."""
 
 LOOKED_AT_BYTES = 16 << 20
-"""Bytes that are compared before that share is believed."""
+"""Bytes that are compared before anything is said of the others."""
+
+PIECES = 64
+"""A piece is this part of a version's bytes: less than a layer of a large model."""
+
+LEAST_PIECES = 6
+"""Pieces that are compared before anything is said of the others."""
 
 BATCH_BYTES = 1 << 30
 """Bytes of tensors that a GPU compares at once. Two such batches are there at a time.
@@ -47,6 +53,7 @@ class BatchedSearch(Generic[T]):
         policy: with `auto` a delta may be too dear.
         values: the form of the values, as of `Encoder`.
         whole_from: share of the bytes from which a delta is too dear.
+        num_bytes: bytes of all tensors that will come; 0 if that is not known.
 
     Attributes:
         parts: of the delta, so far.
@@ -59,17 +66,23 @@ class BatchedSearch(Generic[T]):
         values: Literal["auto", "difference"] = "auto",
         *,
         whole_from: float = WHOLE_FROM,
+        num_bytes: int = 0,
     ) -> None:
         self.parts: list[Part] = []
+        self._num_all = num_bytes
         self._policy, self._whole_from = policy, whole_from
         self._encoder = Encoder(values=values)
         self._begun: tuple[Sequence[T], Search] = [], Search([], None)
         """The batch that is compared now."""
         self._num_changed = 0
-        self._num_bytes = 0
+        self._num_full = 0
         """Bytes of the parts."""
         self._num_compared = 0
         """Bytes of the tensors of the batches that are finished."""
+        self._rates: list[float] = []
+        """Of each piece, bytes of the delta for a byte of its tensors."""
+        self._before = 0, 0
+        """Bytes that were compared, and bytes of the delta, before the last piece."""
 
     def compare(
         self, batch: Sequence[T], pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -104,6 +117,10 @@ class BatchedSearch(Generic[T]):
         changed = [one for one, has in zip(batch, has_changed, strict=True) if has]
         self._num_changed += len(changed)
         self._num_compared += sum(now.nbytes for _, now in search.pairs)
+        size = self._num_compared - self._before[0]
+        if size and size * PIECES >= self._num_all:
+            self._rates.append((self._num_bytes - self._before[1]) / size)
+            self._before = self._num_compared, self._num_bytes
         return batch, changed
 
     def add_nothing(self, tensor: torch.Tensor) -> None:
@@ -124,13 +141,41 @@ class BatchedSearch(Generic[T]):
 
     @property
     def is_given_up(self) -> bool:
-        """Whether that is believed, before all tensors are compared."""
-        return self._num_compared >= LOOKED_AT_BYTES and self.is_dear
+        """Whether a delta of all tensors is believed to cost more than the whole.
+
+        One layer may have changed much more than the others, and an embedding much
+        less. So the others are believed to change as the pieces that were compared,
+        without the two thirds of these that have changed most.
+        """
+        most = self._whole_from * self._num_all
+        if self._policy != "auto" or not most:
+            return False
+        if self._num_bytes >= most:
+            return True  # whatever comes
+        is_early = self._num_compared < LOOKED_AT_BYTES
+        if is_early or len(self._rates) < LEAST_PIECES:
+            return False
+        rate = sorted(self._rates)[len(self._rates) // 3]
+        return self._num_bytes + rate * (self._num_all - self._num_compared) >= most
+
+    def batch_bytes(self, device: torch.device) -> int:
+        """Bytes of tensors that are compared at once on a device.
+
+        The first batches are small, so that little is compared in vain.
+        """
+        most = batch_bytes(device)
+        is_unsure = self._policy == "auto" and len(self._rates) < LEAST_PIECES
+        return min(most, -(-self._num_all // PIECES)) if is_unsure else most
+
+    @property
+    def _num_bytes(self) -> int:
+        """Bytes of the delta so far."""
+        return self._num_full + self._encoder.num_bytes
 
     def _note(self, parts: Iterable[Part]) -> None:
         for part in parts:
             self.parts.append(part)
-            self._num_bytes += part.num_bytes
+            self._num_full += part.num_bytes
 
 
 def require_share(whole_from: float) -> None:

@@ -17,11 +17,7 @@ from vllm.inflight.errors import (
     Malformed,
     WeightsMismatch,
 )
-from vllm.inflight.trainer.deltas.batches import (
-    WHOLE_FROM,
-    BatchedSearch,
-    batch_bytes,
-)
+from vllm.inflight.trainer.deltas.batches import WHOLE_FROM, BatchedSearch
 from vllm.inflight.trainer.deltas.published import Digests, PublishedVersion
 from vllm.inflight.trainer.snapshot import Snapshot, check_tensor
 from vllm.inflight.trainer.sources.stream import Pair
@@ -127,7 +123,9 @@ class DeltaSearch:
         self, base: PublishedVersion, policy: str, whole_from: float = WHOLE_FROM
     ) -> None:
         self._delta = Delta(base, base.digest)
-        self._search = BatchedSearch[Pair](policy, whole_from=whole_from)
+        self._search = BatchedSearch[Pair](
+            policy, whole_from=whole_from, num_bytes=base.num_bytes
+        )
         self._names: list[str] = []
         """The changed tensors, by their number."""
         self._digests = Digests()
@@ -174,7 +172,7 @@ class DeltaSearch:
                 return chain(self._before(compared), rest)
             here = tensor.detach().to(base.device).contiguous().resolve_neg()
             is_own = not ops.has_memory(here) or here.data_ptr() != tensor.data_ptr()
-            most = batch_bytes(base.device)
+            most = self._search.batch_bytes(base.device)
             if most and not is_own:
                 here = here.clone()  # the next tensor may come in the same memory
             batch.append((name, here))

@@ -22,6 +22,7 @@ from vllm.inflight.delta.part import Part
 from vllm.inflight.errors import ConfigError, DeltaUnsupported
 from vllm.inflight.ops import Digest
 from vllm.inflight.trainer.deltas.batches import (
+    LOOKED_AT_BYTES,
     WHOLE_FROM,
     BatchedSearch,
     batch_bytes,
@@ -31,6 +32,13 @@ from vllm.inflight.trainer.deltas.delta import DeltaBody
 from vllm.inflight.trainer.deltas.published import SCRUB_EVERY, KeptScrubs, note_damage
 from vllm.inflight.trainer.sources.shards import Box, OwnShard, shard_digests
 from vllm.inflight.update import TensorSpec
+
+MOST_SAMPLED = 1024
+"""Most shards of a rank that a sample has a piece of."""
+SAMPLED_SHARE = 16
+"""A sample has one element in so many of these shards."""
+LEAST_SAMPLED = 4096
+"""Fewest elements of a piece, if the shard has as many."""
 
 Sizes = list[tuple[int, int]]
 """Bytes of the table and of the data of each part."""
@@ -61,7 +69,6 @@ class ShardSearch:
         is_pinned: whether they are kept in page-locked memory.
         scrub_every: deltas from one scrub of the kept shards to the next; 0: none.
         chain_length: committed deltas that are kept for engines that missed them.
-        whole_from: share of the bytes from which `auto` sends a version whole.
 
     """
 
@@ -72,9 +79,7 @@ class ShardSearch:
         is_pinned: bool = False,
         scrub_every: int = SCRUB_EVERY,
         chain_length: int = KEPT_DELTAS,
-        whole_from: float = WHOLE_FROM,
     ) -> None:
-        self._whole_from = whole_from
         self._device, self._is_pinned = device, is_pinned
         self._scrubs = KeptScrubs(scrub_every)
         self._digests: dict[str, Digest] = {}
@@ -90,34 +95,67 @@ class ShardSearch:
         self._sent: deque[DeltaBody] = deque(maxlen=chain_length)
         """What this rank has found for the deltas that were committed last."""
 
-    def find(self, shards: Sequence[OwnShard], policy: str) -> ShardReport:
+    def sample(self, shards: Sequence[OwnShard]) -> tuple[float, int]:
+        """Look for changes in a piece of many shards, from the first to the last.
+
+        One layer may change much more than the others, so each has its part in it.
+
+        Args:
+            shards: all that this rank has.
+
+        Returns:
+            about how many bytes the changes take, and the bytes of the shards that this
+            rank answers for. Both are 0 if a search costs hardly more, or if there is
+            no version to start from.
+
+        """
+        own = [one for one in shards if one.name not in self._left]
+        num_bytes = sum(one.tensor.nbytes for one in own)
+        if num_bytes < LOOKED_AT_BYTES or _boxes_of(shards) != self._boxes:
+            return 0.0, 0
+        pairs = []
+        for number, one in enumerate(own[:: -(-len(own) // MOST_SAMPLED)]):
+            num = one.tensor.numel()
+            size = min(num, max(LEAST_SAMPLED, num // SAMPLED_SHARE))
+            start = (num - size) * (number * 7 % SAMPLED_SHARE) // (SAMPLED_SHARE - 1)
+            piece = slice(start, start + size)
+            now = replace(one, tensor=one.tensor.reshape(-1)[piece])
+            pairs.append((self._kept[one.name].view(-1)[piece], self._here(now)))
+        search = BatchedSearch[None]("always", values="difference")
+        search.compare([None] * len(pairs), pairs)
+        search.finish()
+        search.close()
+        sampled = sum(now.nbytes for _, now in pairs)
+        # A piece needs a row of a part's table, as a shard does; there are more pieces
+        # for their bytes.
+        found = sum(part.data.numel() for part in search.parts)
+        return found / sampled * num_bytes, num_bytes
+
+    def find(
+        self, shards: Sequence[OwnShard], *, is_given_up: bool = False
+    ) -> ShardReport:
         """Compare shards with the kept ones.
 
         Args:
             shards: all that this rank has.
-            policy: `auto` gives up where a whole version is cheaper.
+            is_given_up: whether a whole version will be sent in any case.
 
         """
         self.parts = []
-        boxes = {one.name: (one.tensor.dtype, one.box) for one in shards}
+        boxes = _boxes_of(shards)
         if boxes != self._boxes:
             return ShardReport(boxes, shard_digests(shards))
-        # Differences, since rank 0 has no old bits to go with other ones.
-        search = BatchedSearch[OwnShard](
-            policy, values="difference", whole_from=self._whole_from
-        )
         own = [one for one in shards if one.name not in self._left]
-        num_finished, changed = 0, list[OwnShard]()
+        if is_given_up:
+            return ShardReport(digests=shard_digests(own))
+        # Differences, since rank 0 has no old bits to go with other ones.
+        search = BatchedSearch[OwnShard]("always", values="difference")
+        changed = list[OwnShard]()
         # The empty batch finishes the last one.
         for batch in (*_batches(own, batch_bytes(self._device)), []):
             pairs = [(self._kept[one.name], self._here(one)) for one in batch]
-            finished, some = search.compare(batch, pairs)
-            num_finished += len(finished)
+            _, some = search.compare(batch, pairs)
             changed += some
-            if search.is_given_up:
-                return ShardReport(
-                    digests=shard_digests([*changed, *own[num_finished:]])
-                )
         search.close()
         self.parts = search.parts
         return ShardReport(
@@ -211,7 +249,7 @@ class ShardSearch:
         ):
             note_damage(names)
             return
-        self._boxes = {one.name: (one.tensor.dtype, one.box) for one in shards}
+        self._boxes = _boxes_of(shards)
 
     def _damaged(self, shards: Iterable[OwnShard]) -> list[str]:
         """Names of kept shards whose content is no longer that of their digest."""
@@ -230,6 +268,10 @@ class ShardSearch:
 
     def _here(self, shard: OwnShard) -> torch.Tensor:
         return shard.tensor.to(self._device).contiguous().resolve_neg()
+
+
+def _boxes_of(shards: Iterable[OwnShard]) -> Boxes:
+    return {one.name: (one.tensor.dtype, one.box) for one in shards}
 
 
 class ShardedVersion:

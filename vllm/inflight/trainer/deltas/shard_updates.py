@@ -53,6 +53,8 @@ class Way(Enum):
 
     SEARCH = "search"
     """Look for changes."""
+    SAMPLE = "sample"
+    """Look for changes, unless a sample shows that a whole version is cheaper."""
     PLAIN = "plain"
     """This update has no manifest, so no delta may start from it."""
     DELTA = "delta"
@@ -108,8 +110,9 @@ class ShardUpdates:
             is_pinned=is_pinned,
             scrub_every=scrub_every,
             chain_length=chain_length,
-            whole_from=whole_from,
         )
+        self._is_sampled = False
+        """Whether the ranks look at a sample of this update first."""
         self._bases: deque[str] = deque(maxlen=chain_length)
         """On rank 0: what each of the deltas that were committed last started from."""
         self.last: Sent | None = None
@@ -138,10 +141,13 @@ class ShardUpdates:
 
         """
         wants = self.policy != "off" and not is_subset
-        if self._ranks.told(Way.SEARCH if wants else Way.PLAIN) is Way.SEARCH:
-            return True
-        self._forget()
-        return False
+        search = Way.SAMPLE if self.policy == "auto" else Way.SEARCH
+        way = self._ranks.told(search if wants else Way.PLAIN)
+        self._is_sampled = way is Way.SAMPLE
+        if way is Way.PLAIN:
+            self._forget()
+            return False
+        return True
 
     def send(
         self,
@@ -173,17 +179,42 @@ class ShardUpdates:
 
     def _found(self, source: ShardSource) -> tuple[list[OwnShard], ShardReport | str]:
         """The shards of this rank and what was found, or why there is nothing."""
-        if not hasattr(source, "read_shards"):
-            return [], (
-                f"{type(source).__name__} has no read_shards; with delta_shards the "
-                "source is a Weights of this package, or has that method"
-            )
+        shards: list[OwnShard] = []
+        sampled = 0.0, 0
+        why: str | None = None
         try:
+            if not hasattr(source, "read_shards"):
+                raise ConfigError(
+                    f"{type(source).__name__} has no read_shards; with delta_shards "
+                    "the source is a Weights of this package, or has that method"
+                )
             shards = source.read_shards()
-            return shards, self._search.find(shards, self._policy.name)
+            if self._is_sampled:
+                sampled = self._search.sample(shards)
+        except Exception as error:
+            logger.exception("this rank could not look for changes")
+            why = str(error)
+        # The other ranks wait for this one, also if it has failed.
+        is_given_up = self._is_sampled and self._is_dear(sampled)
+        if why is not None:
+            return [], why
+        try:
+            return shards, self._search.find(shards, is_given_up=is_given_up)
         except Exception as error:
             logger.exception("this rank could not look for changes")
             return [], str(error)
+
+    def _is_dear(self, sampled: tuple[float, int]) -> bool:
+        """Whether the samples of all ranks show that a whole version is cheaper.
+
+        One rank may have the layers that change most, so no rank decides for itself.
+        Collective.
+        """
+        told = self._ranks.gathered(sampled) or ()
+        found = sum(estimate for estimate, _ in told)
+        num_bytes = sum(size for _, size in told)
+        is_dear: bool = self._ranks.told(0 < self._whole_from * num_bytes <= found)
+        return is_dear
 
     def _follow(
         self,

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -173,8 +174,25 @@ class Trial:
         for beside in quantized.kept(self._served, self._served):
             raise NotKept(f"its kernel keeps a copy of it ({beside[-1]})")
         for number, patterns in enumerate(self._patterns()):
-            self._look(self._loaded(patterns, is_first=not number), patterns)
+            if number:
+                made = self._loaded(partial(self._shadow.load, patterns.items()))
+            else:
+                made = self._first_loaded(patterns)
+            self._look(made, patterns)
         return self._entries()
+
+    def _first_loaded(self, patterns: Patterns) -> Made:
+        """Load the layer for the first time, and record what its loaders copy.
+
+        Each call of a model's loader walks through the whole model, and a layer of
+        experts has hundreds of tensors. So all are given in one call. A loader may keep
+        tensors until it has them all: it gets each in a call of its own then.
+        """
+        try:
+            return self._loaded(partial(self._record, patterns, at_once=True))
+        except NotKept:
+            self._copies.clear()
+            return self._loaded(partial(self._record, patterns, at_once=False))
 
     def _patterns(self) -> Iterator[Patterns]:
         device = self._shadow.device
@@ -191,16 +209,13 @@ class Trial:
             forms = self._forms.items()
             yield {name: _random(form, size, generator) for name, form in forms}
 
-    def _loaded(self, patterns: Patterns, *, is_first: bool) -> Made:
+    def _loaded(self, load: Callable[[], object]) -> Made:
         """What processing makes of the layer when it is loaded from patterns."""
         layer, made = self._layer, list[Made]()
         try:
             upstream.initialize_layerwise_reload(layer)
             with self._watched(made):
-                if is_first:
-                    self._record(patterns)
-                else:
-                    self._shadow.load(patterns.items())
+                load()
         except (NotKept, torch.OutOfMemoryError):
             raise
         except Exception as error:  # loaders and kernels raise many kinds of errors
@@ -238,8 +253,8 @@ class Trial:
             if own is not None:
                 method.process_weights_after_loading = own
 
-    def _record(self, patterns: Patterns) -> None:
-        """Load the layer for the first time, and record what its loaders copy."""
+    def _record(self, patterns: Patterns, *, at_once: bool) -> None:
+        """Load the layer, in one call or in one for each tensor, and record it."""
         layer, shadow = self._layer, self._shadow
         own = {k: p.shape for k, p in layer._parameters.items() if p is not None}
         coverage = Coverage(layer, own, set(), (), shadow.device)
@@ -247,20 +262,32 @@ class Trial:
         try:
             # A bias has its memory all the time, and is written once more when the last
             # tensor has come.
-            for name in sorted(patterns, key=self._is_hollow):
-                entry = Entry(patterns[name].shape, patterns[name].dtype)
-                coverage.handed, coverage.entry = patterns[name], entry
-                shadow.load([(name, patterns[name])])
-                copies = {(copied.param, copied.view) for copied in entry.copies}
-                if not entry.is_traced or not len(copies) == len(entry.filled) > 0:
-                    raise NotKept(f"the model's loader does not only copy {name}")
-                for copied in entry.copies:
-                    self._copies.setdefault(copied.param, []).append((name, copied))
+            names = sorted(patterns, key=self._is_hollow)
+            handed = self._handed(names, patterns, coverage)
+            if at_once:
+                shadow.load(handed)
+            else:
+                for pair in handed:
+                    shadow.load([pair])
         finally:
             coverage.handed = coverage.entry = None
             coverage.unwatch()
         for key in self._copies:
             self._places[key] = list(self._places_of(own[key]))
+
+    def _handed(
+        self, names: Iterable[str], patterns: Patterns, coverage: Coverage
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors; what the loader has done with one is recorded at the next."""
+        for name in names:
+            entry = Entry(patterns[name].shape, patterns[name].dtype)
+            coverage.handed, coverage.entry = patterns[name], entry
+            yield name, patterns[name]
+            copies = {(copied.param, copied.view) for copied in entry.copies}
+            if not entry.is_traced or not len(copies) == len(entry.filled) > 0:
+                raise NotKept(f"the model's loader does not only copy {name}")
+            for copied in entry.copies:
+                self._copies.setdefault(copied.param, []).append((name, copied))
 
     def _is_hollow(self, name: str) -> bool:
         keys = (p.rpartition(".")[2] for p in self._shadow.places.params_of(name))
