@@ -21,6 +21,8 @@ from tests.support.transports.peers import (
     tensors,
     transfer,
 )
+from vllm.inflight.errors import ConfigError
+from vllm.inflight.patch.worker import _check_room
 from vllm.inflight.transport.base import StagedEngine
 from vllm.inflight.transport.buckets.receiver import Receiver
 from vllm.inflight.transport.collective.receiver_engine import NcclEngine
@@ -115,3 +117,15 @@ def test_the_bytes_of_the_buckets_are_known_before_a_transport_is_open(
         weight_transfer_engine=configured, device=torch.device(device)
     )
     assert stager.bucket_bytes == expected
+
+
+def test_a_kv_cache_of_a_given_size_leaves_room_for_the_buckets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10 << 30, 80 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 3 << 30)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 2 << 30)
+    _check_room(11 << 30, 0, gpu)
+    with pytest.raises(ConfigError, match=r"asks for 11\.00 GiB"):
+        _check_room(11 << 30, 128 * MIB, gpu)

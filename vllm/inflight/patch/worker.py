@@ -179,17 +179,18 @@ def _with_room_for_the_cache(original: Callable[..., Any]) -> Callable[..., Any]
         if asked and _is_on(self.vllm_config) and self.device.type == "cuda":
             stager = WorkerState.of(self).stager
             buckets = 0 if stager is None else stager.bucket_bytes
-            _check_room(asked + buckets, self.device)
+            _check_room(asked, buckets, self.device)
         return num_bytes
 
     return determine_available_memory
 
 
-def _check_room(asked: int, device: torch.device) -> None:
+def _check_room(asked: int, buckets: int, device: torch.device) -> None:
     """Raise `ConfigError` if the KV cache does not fit; upstream does not check it.
 
     Args:
-        asked: bytes of the cache, and of the buckets that a transport allocates later.
+        asked: bytes of the cache.
+        buckets: bytes that a transport allocates later.
         device: the GPU.
 
     """
@@ -197,6 +198,7 @@ def _check_room(asked: int, device: torch.device) -> None:
 
     free, _ = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free -= buckets
     if asked > free:
         raise ConfigError(
             f"kv_cache_memory_bytes asks for {asked / 2**30:.2f} GiB, and beside live "
