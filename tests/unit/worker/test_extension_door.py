@@ -1,12 +1,14 @@
 """The door of an adopted call, where kernels know the places of parameters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from vllm.inflight.errors import Conflict
 from vllm.inflight.worker.adopted_call import AdoptedCall
+from vllm.inflight.worker.staging.adopted import door as extension_door
 from vllm.inflight.worker.staging.adopted.door import Door
 
 CPU = torch.device("cpu")
@@ -68,3 +70,39 @@ def test_layers_that_are_made_anew_during_a_load_may_have_other_parameters() -> 
     door([])  # a load later: what was put there before is not taken over
     assert isinstance(door.failure, Conflict)
     assert param.data_ptr() != model[0].weight.data_ptr()
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_tensors_that_are_all_there_are_loaded_in_batches(
+    kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extension_door, "BATCH_BYTES", 8)
+    batches: list[list[str]] = []
+
+    def load(weights: Any) -> None:
+        batches.extend([name for name, _ in batch] for batch in weights.batches())
+
+    door = Door(load, torch.nn.Module(), torch.nn.Module(), clones=False, device=CPU)
+    door.call = AdoptedCall("it", door.note)
+    sizes = {"a": 1, "b": 1, "c": 4, "d": 1, "e": 1, "f": 1}
+    loaded = door(kind((name, torch.zeros(size)) for name, size in sizes.items()))
+    assert batches == [["a", "b"], ["c"], ["d", "e"], ["f"]]
+    assert loaded == set(sizes)
+
+
+def test_tensors_of_an_iterator_are_drawn_one_by_one() -> None:
+    """The memory of one may be that of the next."""
+    memory, found = torch.zeros(1), []
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for number in range(3):
+            yield str(number), memory.fill_(number)
+
+    def load(weights: Any) -> None:
+        assert not hasattr(weights, "batches")
+        found.extend(float(tensor) for _, tensor in weights)
+
+    door = Door(load, torch.nn.Module(), torch.nn.Module(), clones=False, device=CPU)
+    door.call = AdoptedCall("it", door.note)
+    assert door(tensors()) == {"0", "1", "2"}
+    assert found == [0, 1, 2]

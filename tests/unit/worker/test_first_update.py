@@ -334,3 +334,20 @@ def test_a_tensor_of_another_form_than_at_the_start_is_loaded(arena):
     sets.stager.flip()
     assert shows(sets.live, named)
     assert sets.second.num_loads == 1
+
+
+class Ends(Model):
+    """Its loader acts after its last tensor, as one that fuses parameters does."""
+
+    def load_weights(self, weights) -> None:
+        super().load_weights(weights)
+        self.seen = [*getattr(self, "seen", []), self.norm.data.clone()]
+
+
+def test_a_loader_gets_to_its_end_once_when_all_tensors_were_replayed(arena):
+    sets = started(arena, Ends)
+    sets.second.seen = []
+    sets.stage(version(1).items())
+    assert sets.second.num_loads == 0
+    (norm,) = sets.second.seen
+    assert torch.equal(norm, version(1)["norm"])

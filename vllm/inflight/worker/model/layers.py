@@ -75,17 +75,23 @@ class Walked:
     def __init__(self, model: torch.nn.Module) -> None:
         self.by_name = {name: param for name, *_, param in parameters(model)}
         self._layers = list(model.modules())
-        self._found = self._all()
+        self._found = contents(self._layers)
 
     def is_current(self) -> bool:
         """Whether a walk would find the same."""
-        now = self._all()
-        return len(now) == len(self._found) and all(map(is_, now, self._found))
+        return are_same(contents(self._layers), self._found)
 
-    def _all(self) -> list[object]:
-        # Without a loop of Python: a model of 36 layers has 1,200 of these dicts.
-        dicts = chain(map(_modules_of, self._layers), map(_parameters_of, self._layers))
-        return list(chain.from_iterable(map(dict.values, dicts)))
+
+def contents(layers: list[torch.nn.Module]) -> list[object]:
+    """All layers and parameters that these layers have themselves, in order."""
+    # Without a loop of Python: a model of 36 layers has 1,200 of these dicts.
+    dicts = chain(map(_modules_of, layers), map(_parameters_of, layers))
+    return list(chain.from_iterable(map(dict.values, dicts)))
+
+
+def are_same(found: list[object], others: list[object]) -> bool:
+    """Whether two lists have the same objects in the same order."""
+    return len(found) == len(others) and all(map(is_, found, others))
 
 
 _modules_of, _parameters_of = attrgetter("_modules"), attrgetter("_parameters")

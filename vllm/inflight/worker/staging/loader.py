@@ -151,6 +151,9 @@ class UpdateLoader:
         """The tensor that the model's loader got last."""
         self._is_rejected = False
         """Whether the loader has rejected that tensor."""
+        self._is_owed = False
+        """Whether there were tensors of which the model's loader got none, so that it
+        was not called for them."""
         self._served = served
         self._between = between
         self._delta: DeltaTensors | None = None
@@ -257,9 +260,13 @@ class UpdateLoader:
                 return set()
             self._first_write()
             incoming = self._admit(chain([first], batches))
-            rest: Iterable[Pair] = incoming
             while True:
                 try:
+                    if (following := next(incoming, None)) is None:
+                        self._is_owed = True
+                        return None
+                    rest = chain([following], incoming)
+                    del following
                     with self.coverage.watching():
                         return self._load(rest)
                 except (InflightError, torch.OutOfMemoryError):
@@ -274,10 +281,6 @@ class UpdateLoader:
                     self._is_rejected, self._current = True, None
                     # The frames hold memory that a transport wants to use again.
                     traceback.clear_frames(error.__traceback__)
-                if (following := next(incoming, None)) is None:
-                    return None
-                rest = chain([following], incoming)
-                del following
         finally:
             self._transport_error = None  # it holds frames, and their memory
 
@@ -749,7 +752,14 @@ class UpdateLoader:
         A parameter may be fused of several tensors, and a layer may be packed from
         several parameters. What a delta does not change of them is loaded as it is
         served.
+
+        A loader may do something when it has got its last tensor, so it is called here
+        if the tensors that came last were replayed without it. A call walks through the
+        whole model, which is too slow for each of many small loads.
         """
+        if self._is_owed:
+            with self.coverage.watching():
+                self._load(iter(()))
         if self._delta is None:
             return
         self._load_all(self._delta.rest())

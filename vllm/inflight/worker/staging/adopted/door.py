@@ -6,9 +6,10 @@ goes through it as well.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from itertools import chain
+from typing import Any, cast
 
 import torch
 from torch.utils._python_dispatch import (
@@ -20,10 +21,14 @@ from vllm.inflight.errors import Conflict
 from vllm.inflight.transport.buckets.tensor_list import Pair
 from vllm.inflight.worker.adopted_call import AdoptedCall, calling, current
 from vllm.inflight.worker.model import registrations
-from vllm.inflight.worker.model.layers import parameters
+from vllm.inflight.worker.model.layers import are_same, contents, parameters
 from vllm.inflight.worker.staging.adopted.parameter_writes import ParameterWrites
 from vllm.inflight.worker.staging.adopted.weight_memory import LIVE, Known, WeightMemory
+from vllm.inflight.worker.staging.throttle import undirected
 from vllm.inflight.yielding import with_breaks
+
+BATCH_BYTES = 256 << 20
+"""Bytes of tensors that are loaded at once."""
 
 
 @contextmanager
@@ -37,6 +42,39 @@ def default_device(device: torch.device) -> Iterator[None]:
         return
     with torch.device(device):
         yield
+
+
+class Batches:
+    """Tensors that are all there, in batches of at most `BATCH_BYTES`.
+
+    A larger tensor is a batch of its own. Between two batches staging rests. Tensors of
+    one batch are checked and replayed together, which takes less Python.
+
+    Args:
+        pairs: names and tensors.
+        names: takes the names of those that were drawn.
+
+    """
+
+    def __init__(self, pairs: Sequence[Pair], names: set[str]) -> None:
+        self._pairs, self._names = pairs, names
+
+    def __iter__(self) -> Iterator[Pair]:
+        return chain.from_iterable(self.batches())
+
+    def batches(self) -> Iterator[list[Pair]]:
+        """The tensors, in lists; whoever gets one may change it."""
+        batch: list[Pair] = []
+        num_bytes = 0
+        for name, tensor in self._pairs:
+            if batch and num_bytes + tensor.nbytes > BATCH_BYTES:
+                yield batch
+                batch, num_bytes = [], 0
+            self._names.add(name)
+            batch.append((name, tensor))
+            num_bytes += tensor.nbytes
+        if batch:
+            yield batch
 
 
 class Door:
@@ -76,6 +114,7 @@ class Door:
         self._writes, self._before_write = writes, before_write
         self.memory = WeightMemory(model, live)
         self._children = [(m, dict(m._modules)) for m in model.modules()]
+        self._layers = [layer for layer, _ in self._children]
         self.note_homes()
         self._device = device
         self.failure: Exception | None = None
@@ -103,10 +142,32 @@ class Door:
     def _loaded(self, weights: Iterable[Pair], call: AdoptedCall) -> set[str]:
         names: set[str] = set()
         self.bring_home()
+        incoming: Batches | Iterator[Pair] = self._drawn(weights, call, names)
+        if type(weights) in (list, tuple) and not self._clones:
+            incoming = Batches(cast(Sequence[Pair], weights), names)
+        try:
+            with (
+                calling(False),
+                _disable_current_modes(),
+                default_device(self._device),
+                self._on_stream(),
+            ):
+                self._load(incoming)
+        except Exception as error:
+            self.note(error)
+            raise
+        finally:
+            self._note_load()
+        return names
+
+    def _drawn(
+        self, weights: Iterable[Pair], call: AdoptedCall, names: set[str]
+    ) -> Iterator[Pair]:
+        """Tensors that an iterator of the method gives; their names are noted."""
         usual = torch.get_default_device()
         modes = [mode for mode in _get_current_dispatch_mode_stack()]
 
-        def noted() -> Iterator[Pair]:
+        def drawn() -> Iterator[Pair]:
             tensors = iter(weights)
             while True:
                 # An iterator is code of the extension, as the method is.
@@ -125,20 +186,7 @@ class Door:
                 names.add(name)
                 yield name, tensor.clone() if self._clones else tensor
 
-        try:
-            with (
-                calling(False),
-                _disable_current_modes(),
-                default_device(self._device),
-                self._on_stream(),
-            ):
-                self._load(noted())
-        except Exception as error:
-            self.note(error)
-            raise
-        finally:
-            self._note_load()
-        return names
+        return drawn()
 
     def note(self, error: Exception) -> None:
         """Note an error of this update; the first one counts."""
@@ -225,6 +273,13 @@ class Door:
         With `clones` a load may, so it is called after each load, and before a method.
         """
         self._homes = [(*at, at[-1].data) for at in parameters(self._model)]
+        self._params = [param for *_, param, _ in self._homes]
+        self._found, self._places = self._contents()
+
+    def _contents(self) -> tuple[list[object], list[int]]:
+        """All layers and parameters of the model, and where parameters are."""
+        with undirected():
+            return contents(self._layers), [*map(torch.Tensor.data_ptr, self._params)]
 
     def bring_home(self) -> None:
         """Put layers and parameters back that a method has replaced.
@@ -232,6 +287,9 @@ class Door:
         That is noted as a failure: what was put there was never checked, and compiled
         graphs go on with the memory that they know.
         """
+        found, places = self._contents()
+        if are_same(found, self._found) and places == self._places:
+            return
         for layer, children in self._children:
             if layer._modules != children:
                 layer._modules.update(children)
