@@ -26,7 +26,7 @@ from vllm.inflight.transport.buckets.reassembly import Destination
 from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.transport.cuda_ipc import handles
 from vllm.inflight.transport.cuda_ipc.driver import HANDLE_BYTES, CudaMemory
-from vllm.inflight.transport.cuda_ipc.handles import Exports, Lender, Mappings
+from vllm.inflight.transport.cuda_ipc.handles import Exporter, Exports, Mappings
 
 ANOTHER = "another process"
 
@@ -114,14 +114,14 @@ def test_memory_is_mapped_once_and_unmapped_when_it_is_no_longer_lent(
 def test_memory_stays_mapped_while_the_trainer_that_lent_it_has_it(
     memory: HostMemory,
 ) -> None:
-    engine, lender = worker(memory), Lender(memory)
+    engine, exporter = worker(memory), Exporter(memory)
     kept, others = torch.randn(40), [torch.randn(41 + number) for number in range(3)]
     memory.show({str(number): t for number, t in enumerate([kept, *others])})
 
     def update(*tensors: torch.Tensor) -> None:
         engine.start_weight_update()
         for number, tensor in enumerate(tensors):
-            plain = lender.lend([tensor]).plain | {"process": ANOTHER}
+            plain = exporter.export([tensor]).plain | {"process": ANOTHER}
             info = TensorList.of([(str(number), tensor)]).update_info
             receive(engine, json.loads(json.dumps(info | {"exports": plain})))
         engine.finish_weight_update()

@@ -1,7 +1,7 @@
 """Exports: the places of a trainer's tensors, for another process of the host.
 
-A trainer makes them with a `Lender`. They travel as plain data in an `update_info`, and
-a worker finds the tensors with `Mappings.find`.
+A trainer makes them with an `Exporter`. They travel as plain data in an `update_info`,
+and a worker finds the tensors with `Mappings.find`.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Exports:
         }
 
 
-class Lender:
+class Exporter:
     """Exports tensors of this process, and tells what it has lent before and still has.
 
     A trainer lends other memory at each update: it keeps the last deltas, for example.
@@ -140,7 +140,7 @@ class Lender:
         self._lent: dict[bytes, tuple[torch.device, int]] = {}
         """Handle → device and address of an allocation."""
 
-    def lend(self, tensors: Sequence[torch.Tensor]) -> Exports:
+    def export(self, tensors: Sequence[torch.Tensor]) -> Exports:
         """Export contiguous tensors; raises as `Exports.of` does."""
         exports = Exports.of(tensors, self._memory)
         self._lent = {

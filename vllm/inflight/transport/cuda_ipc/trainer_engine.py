@@ -28,7 +28,7 @@ from vllm.inflight.transport.collective.trainer_engine import (
     spec_of,
 )
 from vllm.inflight.transport.cuda_ipc.driver import CudaMemory, SharedMemory
-from vllm.inflight.transport.cuda_ipc.handles import Lender
+from vllm.inflight.transport.cuda_ipc.handles import Exporter
 from vllm.inflight.transport.update_calls import update_of
 from vllm.inflight.update import Manifest
 
@@ -88,7 +88,7 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
         self.rank = init_info.rank
         self._info = init_info
         self._memory = memory or CudaMemory()
-        self._lender = Lender(self._memory)
+        self._exporter = Exporter(self._memory)
         self.deltas: DeltaUpdates | ShardUpdates | None = None
         """Sends deltas; None on ranks that take no part in that."""
         # Lent memory is a GPU's, so the last version is kept there alone.
@@ -222,7 +222,7 @@ class IpcTrainer(upstream.TrainerWeightTransferEngine):
     def _lendable(self, chunk: list[Pair]) -> tuple[dict[str, Any], list[Pair]]:
         """The `update_info` of a chunk, and the chunk, which must outlive the call."""
         update_info = TensorList.of(chunk).update_info
-        lent = self._lender.lend([tensor for _, tensor in chunk])
+        lent = self._exporter.export([tensor for _, tensor in chunk])
         # The work that produces the tensors must end before a worker reads them.
         self._memory.settle({tensor.device for _, tensor in chunk})
         return {**update_info, "exports": lent.plain}, chunk
