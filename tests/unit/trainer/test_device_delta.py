@@ -199,7 +199,7 @@ def launched() -> None:
         part, new = part_of(old)
         ran: list[str] = []
         with pytest.MonkeyPatch.context() as patch:
-            for name in ("decode_gaps", "decode_others", "apply"):
+            for name in ("decode_gaps", "decode_others", "decode_runs", "apply"):
                 patch.setattr(kernels, name, noting(getattr(kernels, name), ran))
             application.apply_on_device([part], old)
         for tensor, other in zip(old, new, strict=True):

@@ -132,7 +132,7 @@ def counted(num: int, *, is_logged: bool) -> Counter[str]:
         from vllm.inflight.worker.verify import triton_kernels as of_drift
 
         for module, names in (
-            (codec, ("decode_gaps", "decode_others")),
+            (codec, ("decode_gaps", "decode_others", "decode_runs")),
             (kernels, ("write", "sample", "copy")),
             (of_drift, ("squares",)),
         ):

@@ -25,7 +25,8 @@ LANES = 1024
 """Units that a program compares at once."""
 
 MOST_NOTED = 512
-"""Units that a program of `count` can note. Where more differ, `log` reads them all."""
+"""Units that a program of `count` can note. Where more differ, `log` reads them all.
+The notes take a 32nd of the bytes of a tensor that is read in words."""
 
 NOTED_PER_STEP = 256
 """Noted units that a program of `log` reads at once."""
