@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from vllm.config.weight_transfer import WeightTransferConfig
 
 from tests.e2e.test_delta_staging import (  # noqa: F401 (one is a fixture)
     delta_engine,
@@ -22,6 +23,7 @@ from tests.e2e.test_delta_staging_sleep import giving_back  # noqa: F401 (a fixt
 from tests.e2e.test_sleep import may_sleep
 from tests.support.deltas import stepped
 from tests.support.engines import oracle
+from tests.support.engines.mirrored import mirrored
 from tests.support.engines.probe import greedy
 from vllm.inflight.errors import WeightsMismatch
 from vllm.inflight.trainer import Publisher
@@ -122,28 +124,32 @@ def test_a_tensor_that_nothing_can_be_computed_of_is_rejected_by_name(
     oracle.check(llm, folder)
 
 
-def test_a_delta_changes_what_a_loader_computes_with(llm, folder, weights, tmp_path):
-    """A chain of deltas, a rollback, and the last one again."""
-    with Publisher(llm, lambda: weights, delta="always") as to:
-        to.publish("whole")
+def follow_deltas(llm: Any, folder: Path, weights: Tensors, to: Path) -> None:
+    """Assert that an engine follows a chain of deltas, back, and on again."""
+    with Publisher(llm, lambda: weights, delta="always") as publisher:
+        publisher.publish("whole")
         told = [(greedy(llm), llm.weight_info()["digest"])]
         for seed in range(2):
             weights = stepped(weights, seed)
             # Of eight elements a step may change none.
             weights[LOGARITHM] = weights[LOGARITHM].clone()
             weights[LOGARITHM][seed : seed + 2] -= 0.5
-            assert to.publish(f"delta-{seed}").is_delta
+            assert publisher.publish(f"delta-{seed}").is_delta
             told.append((greedy(llm), llm.weight_info()["digest"]))
-            oracle.check(llm, written(weights, folder, tmp_path))
+            oracle.check(llm, written(weights, folder, to))
             assert llm.verify_weights()["result"] == "equal"
-        to.rollback()
+        publisher.rollback()
         assert (greedy(llm), llm.weight_info()["digest"]) == told[1]
-        assert to.publish("again").is_delta
+        assert publisher.publish("again").is_delta
         assert (greedy(llm), llm.weight_info()["digest"]) == told[2]
-    with Publisher(llm, lambda: weights, delta="off") as to:
-        to.publish("whole")
+    with Publisher(llm, lambda: weights, delta="off") as publisher:
+        publisher.publish("whole")
     assert (greedy(llm), llm.weight_info()["digest"]) == told[2]
     assert len({str(tokens) for tokens, _ in told}) == 3
+
+
+def test_a_delta_changes_what_a_loader_computes_with(llm, folder, weights, tmp_path):
+    follow_deltas(llm, folder, weights, tmp_path)
 
 
 def test_a_delta_of_which_infinity_is_computed_is_rejected_by_name(llm, weights):
@@ -167,3 +173,11 @@ def test_a_computed_parameter_that_is_lost_is_filled_in_place(llm, folder):
         assert (llm.weight_info()["digest"], greedy(llm)) == (digest, before)
     oracle.check(llm, folder)
     assert llm.verify_weights()["result"] == "equal"
+
+
+def test_so_does_one_for_shadow_weights_as_on_a_gpu(start, folder, weights, tmp_path):
+    transport = WeightTransferConfig(backend="local")
+    with mirrored():
+        llm = start(folder, weight_transfer_config=transport)
+        assert shadow_of(llm).computed[LOGARITHM] == {COMPUTED}
+        follow_deltas(llm, folder, weights, tmp_path)

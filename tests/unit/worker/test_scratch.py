@@ -7,20 +7,23 @@ import torch
 
 from tests.support.shadow_on_host import HIDDEN, Model, version
 from tests.unit.worker.test_destination_table import Turning, hollow, with_norm_of
+from vllm.inflight.worker.replay_plan import Plan
 from vllm.inflight.worker.staging.coverage import Coverage
 from vllm.inflight.worker.staging.destination_table import fill_table
-from vllm.inflight.worker.staging.scratch import KEPT_SHARE, Scratch
+from vllm.inflight.worker.staging.scratch import KEPT_SHARE, ScratchParameters
 
 Norm = with_norm_of(lambda param, t: param.data.copy_(-t.exp()))
 
 
-def started(kind: type[torch.nn.Module], names: Any = None) -> tuple[Any, Scratch]:
+def started(
+    kind: type[torch.nn.Module], names: Any = None
+) -> tuple[Any, ScratchParameters]:
     """A shadow model after its start, and the scratch memory of an update."""
     shadow = hollow(kind, names)
     assert fill_table(shadow) is None
     coverage = Coverage(shadow.module, shadow.required, set(), (), shadow.device)
     coverage.watch(lambda weights: None)
-    return shadow, Scratch(shadow, coverage)
+    return shadow, ScratchParameters(shadow, coverage)
 
 
 def test_a_parameter_is_whole_when_its_last_tensor_has_come():
@@ -56,12 +59,26 @@ def test_what_a_gpu_has_no_room_for_is_computed_on_the_host():
 def test_tensors_are_kept_if_all_of_them_are_small(is_small):
     shadow, scratch = started(Norm)
     shadow.nbytes = version(0)["norm"].nbytes * KEPT_SHARE - (not is_small)
-    scratch = Scratch(shadow, scratch._coverage)
+    scratch = ScratchParameters(shadow, scratch._coverage)
     norm = version(1)["norm"]
     scratch.keep("norm", norm)
     assert scratch.kept.keys() == ({"norm"} if is_small else set())
     norm.fill_(7.0)  # a transport uses its memory again
     assert not any((kept == 7).any() for kept in scratch.kept.values())
+
+
+@pytest.mark.parametrize("is_small", [True, False])
+def test_with_shadow_parameters_small_tensors_are_found_and_replayed_as_before(
+    is_small,
+):
+    shadow = hollow(Turning)
+    shadow.log, shadow.plan = None, Plan()
+    num_bytes = sum(version(0)[f"attention.{shard}"].nbytes for shard in "qkv")
+    shadow.nbytes = num_bytes * KEPT_SHARE - (not is_small)
+    assert fill_table(shadow) is None
+    names = {"attention.q", "attention.k", "attention.v"} if is_small else set()
+    assert shadow.computed.keys() == names
+    assert shadow.plan.num_proved == len(version(0)) - 1, "one of them is turned"
 
 
 class GptOssForCausalLM(Model):

@@ -136,7 +136,9 @@ class DeltaWriter:
         assert self._shadow.module is not None
         self._begin_computed()
         self._targets = self._found_targets(self._shadow.module)
-        for name in self.params if self._log is None else ():
+        computed = (self._shadow.computed[name] for name in self.computed)
+        written = self.params.union(*computed)
+        for name in written if self._log is None else ():
             if self._new[name].device != self._live[name].device:
                 raise DeltaUnsupported(
                     "the shadow weights are in host memory, where no delta is applied",

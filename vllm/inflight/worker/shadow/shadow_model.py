@@ -117,8 +117,7 @@ class ShadowModel:
         self.unkept: dict[str, str] = {}
         """Quantised layer → why its tensors are not in `kept`."""
         self.computed: dict[str, frozenset[str]] = {}
-        """With delta staging: tensor → the parameters that a loader computes of it; see
-        scratch.py."""
+        """Tensor → the parameters that a loader computes of it; see scratch.py."""
         self.log: ChangeLog | None = None
         """What an update changes, with delta staging; there are no shadow parameters
         then."""

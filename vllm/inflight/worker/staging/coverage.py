@@ -205,8 +205,7 @@ class Coverage:
         return self._direct or nullcontext()
 
     def watching_memory(self) -> AbstractContextManager[Any]:
-        """Context: the same, with parameters in other memory than when the watch began.
-        """
+        """Context: the same, where parameters have been given other memory."""
         if self._direct is None:
             return nullcontext()
         return direct_writes.DirectWrites(self._module, self.wrote)

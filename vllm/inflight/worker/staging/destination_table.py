@@ -180,6 +180,11 @@ def _fill_plan(shadow: ShadowModel) -> tuple[float, bool]:
             if trace.is_of_single_tensors and trace.unsure is not None:
                 plan.reject(trace.unsure)
                 is_whole = _prove(shadow)
+                if short := _not_filled(shadow, is_proved=False):
+                    with shadow.device:
+                        wrong = find_computed(shadow, short, trace.filled)
+                    if wrong:  # no delta changes these tensors
+                        shadow.computed.clear()
             else:
                 plan.forget()
     except Exception:  # loaders raise many kinds of errors, and memory may be missing

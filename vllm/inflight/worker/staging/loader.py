@@ -47,7 +47,7 @@ from vllm.inflight.worker.shadow.parameters import make_empty
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.staging.adopted.parameter_writes import ParameterWrites
 from vllm.inflight.worker.staging.coverage import Coverage, Fill
-from vllm.inflight.worker.staging.scratch import Scratch
+from vllm.inflight.worker.staging.scratch import ScratchParameters
 from vllm.inflight.worker.staging.throttle import undirected
 from vllm.inflight.worker.verify.checks import Problem, TensorChecks, rejection
 from vllm.inflight.worker.verify.content import Content, Facts
@@ -166,7 +166,7 @@ class UpdateLoader:
         self._keeps = is_packed and verify and bool(manifest.tensors)
         self._kept: dict[str, torch.Tensor] = {}
         """The accepted tensors, on the CPU build, for a later delta."""
-        self._scratch = Scratch(shadow, self.coverage)
+        self._scratch = ScratchParameters(shadow, self.coverage)
         self.writes = ParameterWrites(shadow, self.coverage)
         """What a method of a worker extension writes into parameters itself."""
         self.written_digest: str | None = None
@@ -334,7 +334,10 @@ class UpdateLoader:
                 if self._checks.is_not_asked_about(name):
                     self._checks.note_unknown(name)
                     continue
-                if name in self._shadow.computed:
+                is_computed = name in self._shadow.computed
+                if is_computed and self._verify:
+                    self._scratch.keep(name, tensor)
+                if is_computed and self._shadow.log is not None:
                     self._take_computed(name, tensor)
                     del tensor
                     continue
@@ -393,8 +396,6 @@ class UpdateLoader:
             return
         if self.coverage.num_loads == before:
             self.unfilled.append(name)
-        if self._verify:
-            self._scratch.keep(name, tensor)
         for param, content in whole.items():
             if not self._allow_nonfinite:
                 made_of = self._shadow.computed.items()

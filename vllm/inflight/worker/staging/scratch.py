@@ -6,11 +6,12 @@ of its queries and keys. Such a parameter is loaded by its own loader, into memo
 large as the parameter. Once all of its tensors have come, the result is compared with
 what is served, and the memory is free again.
 
-Small tensors of this kind are kept as they came, in host memory. So a delta may change
-elements of them: the changed tensor is made whole, and goes the same way.
-
 When the engine starts, each of these parameters is loaded twice, into memory of
 different content. What depends on that, or is not filled, cannot be loaded so.
+
+Small tensors of this kind are kept as they came, in host memory. So a delta may change
+elements of them: the changed tensor is made whole, and its parameter is computed again.
+That is so with shadow parameters, too, where loaders compute in these.
 """
 
 from __future__ import annotations
@@ -32,13 +33,16 @@ from vllm.inflight.worker.staging.coverage import Coverage
 LARGEST = 8
 """The numbers of a trial are below this: no loader overflows at their exponential."""
 
+NUM_DRAWN = 1 << 20
+"""Random numbers of a trial. A larger tensor has them again and again."""
+
 KEPT_SHARE = 256
 """Tensors are kept if all of them take at most this part of the weights' bytes."""
 
 logger = upstream.init_logger(__name__)
 
 
-class Scratch:
+class ScratchParameters:
     """Memory of the parameters that loaders compute, during one update.
 
     Args:
@@ -56,8 +60,7 @@ class Scratch:
         """Parameters that are not whole yet."""
         self.kept: dict[str, torch.Tensor] = {}
         """Tensors as they came, on the host."""
-        num_bytes = sum(tensor.nbytes for _, tensor in _hollow(shadow))
-        self._has_room = num_bytes <= shadow.nbytes // KEPT_SHARE
+        self._keeps = _are_small(shadow)
 
     def load(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """Load a tensor of `shadow.computed`.
@@ -80,7 +83,7 @@ class Scratch:
 
     def keep(self, name: str, tensor: torch.Tensor) -> None:
         """Keep a copy of a tensor for a later delta, if all of them are small."""
-        if self._has_room:
+        if self._keeps:
             self.kept[name] = to_host(tensor) if tensor.is_cuda else tensor.clone()
 
     @contextmanager
@@ -110,10 +113,11 @@ def find_computed(
 ) -> list[str]:
     """Find the tensors of which loaders compute parameters.
 
-    The result is in `shadow.computed`. No entry of the plan is left of these tensors.
+    The result is in `shadow.computed`. With delta staging, no entry of the plan is left
+    of these tensors. With shadow parameters large ones are of no use there.
 
     Args:
-        shadow: the shadow model, whose plan has been proved.
+        shadow: the shadow model, its parameters on `meta`, whose plan has been proved.
         short: parameters that the plan does not fill.
         filled: tensor of the start checkpoint → the parameters that it fills.
 
@@ -131,17 +135,26 @@ def find_computed(
     }:
         computed |= more
         wanted.update(*more.values())
-    shadow.plan.reject(computed)
+    if shadow.log is not None:
+        shadow.plan.reject(computed)
+    elif not _are_small(shadow):
+        computed.clear()
+        return []
     seen = [_trial(shadow, content) for content in (0, 1)]
     wrong = {name for name in wanted if seen[0].get(name) != seen[1].get(name)}
     wrong |= wanted - seen[0].keys()
     logger.info(
-        "delta staging: of %d tensors the model's loader computes %d parameters; an "
-        "update has them computed in memory of their own",
+        "of %d tensors the model's loader computes %d parameters, at every update",
         len(computed),
         len(wanted - wrong),
     )
     return sorted(wrong)
+
+
+def _are_small(shadow: ShadowModel) -> bool:
+    """Whether the tensors that loaders compute with may all be kept."""
+    num_bytes = sum(tensor.nbytes for _, tensor in _hollow(shadow))
+    return num_bytes <= shadow.nbytes // KEPT_SHARE
 
 
 def _hollow(shadow: ShadowModel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -163,14 +176,16 @@ def _trial(shadow: ShadowModel, content: int) -> dict[str, ops.Digest]:
     """
     assert shadow.module is not None
     coverage = Coverage(shadow.module, shadow.required, set(), (), shadow.device)
-    scratch = Scratch(shadow, coverage, content)
+    scratch = ScratchParameters(shadow, coverage, content)
     generator = torch.Generator("cpu").manual_seed(0)
+    drawn = torch.rand(NUM_DRAWN, generator=generator, device="cpu").mul_(LARGEST)
     found: dict[str, ops.Digest] = {}
     coverage.watch(lambda weights: None)
     try:
         for name, hollow in _hollow(shadow):
-            drawn = torch.rand(hollow.shape, generator=generator, device="cpu")
-            tensor = drawn.mul_(LARGEST).to(hollow.dtype)
+            tensor = torch.empty_like(hollow, device="cpu")
+            for piece in tensor.view(-1).split(NUM_DRAWN):
+                piece.copy_(drawn[: len(piece)])
             try:
                 whole = scratch.load(name, tensor)
             except torch.OutOfMemoryError:
