@@ -11,9 +11,9 @@ import torch
 from tests.support.deltas import random_bits, scattered, with_changes
 from tests.unit.trainer.test_delta import Weights, moved, published
 from vllm.inflight.delta import Encoder
-from vllm.inflight.trainer.deltas import batches, shard_search
+from vllm.inflight.trainer.deltas import batches, delta, shard_search
 from vllm.inflight.trainer.deltas.batches import BatchedSearch
-from vllm.inflight.trainer.deltas.delta import Delta, DeltaSearch
+from vllm.inflight.trainer.deltas.delta import Delta, DeltaSearch, layer_of
 from vllm.inflight.trainer.deltas.shard_search import ShardSearch
 from vllm.inflight.trainer.sources.shards import Box, OwnShard
 
@@ -43,7 +43,7 @@ def search_shards(old: Weights, new: Weights) -> list[str]:
 def test_a_batch_is_compared_while_the_one_before_is_encoded(
     monkeypatch: pytest.MonkeyPatch, search: Callable[[Weights, Weights], list[str]]
 ) -> None:
-    for module in (batches, shard_search):
+    for module in (delta, shard_search):
         monkeypatch.setattr(module, "batch_bytes", lambda device: 2 * 2 * SIZE)
     begin, encode = Encoder.search, Encoder.add_found
     events: list[str] = []
@@ -74,7 +74,8 @@ def looked_at(shares: Any, policy: str = "auto", whole_from: float = 0.06) -> An
     search = BatchedSearch[int](policy, whole_from=whole_from, num_bytes=num_bytes)
     old = random_bits(torch.bfloat16, LAYER)
     for number, share in enumerate(shares):
-        search.compare([number], [(old, with_changes(old, scattered(LAYER, share)))])
+        pair = old, with_changes(old, scattered(LAYER, share))
+        search.compare([number], [pair], str(number))
         search.finish()
         if search.is_given_up:
             return search, number + 1
@@ -95,10 +96,27 @@ def test_one_layer_that_changes_much_ends_no_search(looks_soon: None, hot: int) 
     assert num_compared == NUM_LAYERS and not search.is_dear
 
 
-def test_an_embedding_that_changes_much_ends_no_search(looks_soon: None) -> None:
-    shares = [0.5] * 3 + [0.001] * (NUM_LAYERS - 3)
-    search, num_compared = looked_at(shares)
-    assert num_compared == NUM_LAYERS and not search.is_dear
+@pytest.mark.parametrize("cold", [0, 1])
+def test_one_layer_that_changes_little_keeps_no_search_going(
+    looks_soon: None, cold: int
+) -> None:
+    shares = [0.001 if number == cold else 0.1 for number in range(NUM_LAYERS)]
+    assert looked_at(shares)[1] == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("model.layers.11.mlp.experts.3.up_proj.weight", "model.layers.11"),
+        ("visual.blocks.0.norm1.weight", "visual.blocks.0"),
+        ("0.weight", "0"),
+        ("h.7", "h.7"),
+        ("model.embed_tokens.weight", None),
+        ("conv1.weight", None),
+    ],
+)
+def test_a_name_tells_the_layer(name: str, layer: str | None) -> None:
+    assert layer_of(name) == layer
 
 
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.6, 1.0])
@@ -106,7 +124,7 @@ def test_a_search_is_given_up_soon_where_all_layers_change_much(
     looks_soon: None, share: float
 ) -> None:
     _, num_compared = looked_at([share] * NUM_LAYERS)
-    assert num_compared <= batches.LEAST_PIECES
+    assert num_compared == 2
     assert looked_at([share] * NUM_LAYERS, "always")[1] == NUM_LAYERS
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.deltas import integers, random_bits
-from vllm.inflight.trainer.deltas import batches
+from vllm.inflight.trainer.deltas import delta as trainer_delta
 from vllm.inflight.trainer.deltas.delta import Delta, DeltaSearch
 from vllm.inflight.trainer.deltas.published import PublishedVersion
 from vllm.inflight.trainer.deltas.updates import DeltaUpdates
@@ -138,7 +138,7 @@ def test_another_set_of_tensors_is_sent_whole(change):
 def test_a_source_may_reuse_memory_for_its_next_tensor(
     monkeypatch: pytest.MonkeyPatch, most: int, is_other: bool
 ) -> None:
-    monkeypatch.setattr(batches, "batch_bytes", lambda device: most)
+    monkeypatch.setattr(trainer_delta, "batch_bytes", lambda device: most)
     old = {f"{n}": random_bits(torch.bfloat16, 6000, n) for n in range(9)}
     new = moved(old, list(old)[::2])
     if is_other:

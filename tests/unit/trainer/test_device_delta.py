@@ -24,8 +24,8 @@ from vllm.inflight.delta.device_decode import Launches
 from vllm.inflight.delta.encode import Search
 from vllm.inflight.errors import Malformed
 from vllm.inflight.ops.gpu_digest import GpuDigest
-from vllm.inflight.trainer.deltas import batches, published, shard_search
 from vllm.inflight.trainer.deltas import delta as trainer_delta
+from vllm.inflight.trainer.deltas import published, shard_search
 from vllm.inflight.trainer.deltas.delta import Delta, DeltaSearch
 from vllm.inflight.trainer.deltas.published import Digests, PublishedVersion, digests_of
 from vllm.inflight.trainer.deltas.shard_search import ShardReport, ShardSearch
@@ -64,7 +64,7 @@ def on_device(most: int) -> Iterator[None]:
         patch.setattr(Encoder, "search", search)
         patch.setattr(trainer_delta, "Digests", OnDevice)
         patch.setattr(published, "apply_all", application.apply_on_device)
-        for module in (batches, shard_search):
+        for module in (trainer_delta, shard_search):
             patch.setattr(module, "batch_bytes", lambda device: most)
         yield
 

@@ -31,11 +31,11 @@ of an 8B model took 0.79 of a whole version, and 10 % took 1.9."""
 LOOKED_AT_BYTES = 16 << 20
 """Bytes that are compared before anything is said of the others."""
 
-PIECES = 64
-"""A piece is this part of a version's bytes: less than a layer of a large model."""
+LOOKED_AT_SHARE = 1 / 256
+"""Share of a version's bytes that is compared before anything is said of a layer."""
 
-LEAST_PIECES = 6
-"""Pieces that are compared before anything is said of the others."""
+FIRST_LAYERS = 4
+"""So many layers are compared on a GPU in batches of their own."""
 
 BATCH_BYTES = 1 << 30
 """Bytes of tensors that a GPU compares at once. Two such batches are there at a time.
@@ -72,20 +72,21 @@ class BatchedSearch(Generic[T]):
         self._num_all = num_bytes
         self._policy, self._whole_from = policy, whole_from
         self._encoder = Encoder(values=values)
-        self._begun: tuple[Sequence[T], Search] = [], Search([], None)
-        """The batch that is compared now."""
+        self._begun: tuple[Sequence[T], Search, str | None] = [], Search([], None), None
+        """The batch that is compared now, and its layer."""
         self._num_changed = 0
         self._num_full = 0
         """Bytes of the parts."""
         self._num_compared = 0
         """Bytes of the tensors of the batches that are finished."""
-        self._rates: list[float] = []
-        """Of each piece, bytes of the delta for a byte of its tensors."""
-        self._before = 0, 0
-        """Bytes that were compared, and bytes of the delta, before the last piece."""
+        self._layers: dict[str, tuple[int, int]] = {}
+        """Of each layer, bytes that were compared, and bytes of the delta."""
 
     def compare(
-        self, batch: Sequence[T], pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+        self,
+        batch: Sequence[T],
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        layer: str | None = None,
     ) -> tuple[Sequence[T], list[T]]:
         """Begin to compare a batch, and finish the one before.
 
@@ -93,6 +94,7 @@ class BatchedSearch(Generic[T]):
             batch: what the caller calls these tensors.
             pairs: each before and now, as for `Encoder.search`. None may change before
                 the batch is finished.
+            layer: that the tensors are of, if they are of one.
 
         Returns:
             as `finish`, of the batch before.
@@ -100,7 +102,7 @@ class BatchedSearch(Generic[T]):
         """
         search = self._encoder.search(pairs)
         finished = self.finish()
-        self._begun = batch, search
+        self._begun = batch, search, layer
         return finished
 
     def finish(self) -> tuple[Sequence[T], list[T]]:
@@ -110,17 +112,19 @@ class BatchedSearch(Generic[T]):
             the batch, and those of it that have changed. Without one, both are empty.
 
         """
-        batch, search = self._begun
-        self._begun = [], Search([], None)
+        batch, search, layer = self._begun
+        self._begun = [], Search([], None), None
+        num_bytes = self._num_bytes
         self._note(self._encoder.add_found(self._num_changed, search))
         has_changed = self._encoder.have_changed
         changed = [one for one, has in zip(batch, has_changed, strict=True) if has]
         self._num_changed += len(changed)
-        self._num_compared += sum(now.nbytes for _, now in search.pairs)
-        size = self._num_compared - self._before[0]
-        if size and size * PIECES >= self._num_all:
-            self._rates.append((self._num_bytes - self._before[1]) / size)
-            self._before = self._num_compared, self._num_bytes
+        size = sum(now.nbytes for _, now in search.pairs)
+        self._num_compared += size
+        if layer is not None:
+            compared, found = self._layers.get(layer, (0, 0))
+            found += self._num_bytes - num_bytes
+            self._layers[layer] = compared + size, found
         return batch, changed
 
     def add_nothing(self, tensor: torch.Tensor) -> None:
@@ -144,28 +148,28 @@ class BatchedSearch(Generic[T]):
         """Whether a delta of all tensors is believed to cost more than the whole.
 
         One layer may have changed much more than the others, and an embedding much
-        less. So the others are believed to change as the pieces that were compared,
-        without the two thirds of these that have changed most.
+        less. So the rest is believed to change like one of the layers that were
+        compared, of which a third at most has changed less.
         """
         most = self._whole_from * self._num_all
         if self._policy != "auto" or not most:
             return False
         if self._num_bytes >= most:
             return True  # whatever comes
-        is_early = self._num_compared < LOOKED_AT_BYTES
-        if is_early or len(self._rates) < LEAST_PIECES:
+        least = LOOKED_AT_SHARE * self._num_all
+        rates = [num / size for size, num in self._layers.values() if size >= least]
+        if self._num_compared < LOOKED_AT_BYTES or len(rates) < 2:
             return False
-        rate = sorted(self._rates)[len(self._rates) // 3]
+        rate = sorted(rates)[(len(rates) - 1) // 3]
         return self._num_bytes + rate * (self._num_all - self._num_compared) >= most
 
-    def batch_bytes(self, device: torch.device) -> int:
-        """Bytes of tensors that are compared at once on a device.
+    @property
+    def is_unsure(self) -> bool:
+        """Whether a batch should have tensors of one layer alone.
 
-        The first batches are small, so that little is compared in vain.
+        Then little is compared in vain.
         """
-        most = batch_bytes(device)
-        is_unsure = self._policy == "auto" and len(self._rates) < LEAST_PIECES
-        return min(most, -(-self._num_all // PIECES)) if is_unsure else most
+        return self._policy == "auto" and len(self._layers) < FIRST_LAYERS
 
     @property
     def _num_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -17,7 +18,11 @@ from vllm.inflight.errors import (
     Malformed,
     WeightsMismatch,
 )
-from vllm.inflight.trainer.deltas.batches import WHOLE_FROM, BatchedSearch
+from vllm.inflight.trainer.deltas.batches import (
+    WHOLE_FROM,
+    BatchedSearch,
+    batch_bytes,
+)
 from vllm.inflight.trainer.deltas.published import Digests, PublishedVersion
 from vllm.inflight.trainer.snapshot import Snapshot, check_tensor
 from vllm.inflight.trainer.sources.stream import Pair
@@ -33,6 +38,8 @@ OF_A_DELTA = (
     WeightsMismatch,
 )
 """Errors after which the whole version is sent in place of a delta."""
+
+_LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")
 
 MOST_UNSUPPORTED = 3
 """After so many deltas that an engine could not apply, none is tried any more."""
@@ -162,6 +169,7 @@ class DeltaSearch:
         compared: list[str] = []
         batch: list[Pair] = []
         num_bytes = 0
+        layer: str | None = None
         incoming = iter(pairs)
         for name, tensor in incoming:
             check_tensor(name, tensor, seen)
@@ -172,21 +180,25 @@ class DeltaSearch:
                 return chain(self._before(compared), rest)
             here = tensor.detach().to(base.device).contiguous().resolve_neg()
             is_own = not ops.has_memory(here) or here.data_ptr() != tensor.data_ptr()
-            most = self._search.batch_bytes(base.device)
+            most = batch_bytes(base.device)
             if most and not is_own:
                 here = here.clone()  # the next tensor may come in the same memory
+            layer_before, layer = layer, layer_of(name)
+            if batch and layer != layer_before and self._search.is_unsure:
+                compared += self._compare(batch, layer_before)
+                batch, num_bytes = [], 0
             batch.append((name, here))
             num_bytes += here.nbytes
             if num_bytes < most:
                 continue
-            compared += self._compare(batch)
+            compared += self._compare(batch, layer)
             if not most:  # the tensor may change from now on
                 compared += self._note(self._search.finish())
             batch, num_bytes = [], 0
             if self._search.is_given_up:
                 # What was compared so far is made again from the base.
                 return chain(self._before(compared), incoming)
-        compared += self._compare(batch)
+        compared += self._compare(batch, layer)
         compared += self._note(self._search.finish())
         self._search.close()
         if len(seen) < len(self._delta.base.specs) or self._search.is_dear:
@@ -196,7 +208,7 @@ class DeltaSearch:
         self._announce()
         return self._delta
 
-    def _compare(self, batch: list[Pair]) -> list[str]:
+    def _compare(self, batch: list[Pair], layer: str | None) -> list[str]:
         """Begin to compare tensors with those of the base, and finish the batch before.
 
         Returns the names of that one's tensors.
@@ -207,7 +219,7 @@ class DeltaSearch:
             for old, (_, here) in zip(olds, batch, strict=True)
             if old is not None
         ]
-        return self._note(self._search.compare(batch, pairs))
+        return self._note(self._search.compare(batch, pairs, layer))
 
     def _note(self, finished: tuple[Sequence[Pair], list[Pair]]) -> list[str]:
         """Note what has changed in a batch; returns the names of its tensors."""
@@ -256,6 +268,13 @@ class DeltaSearch:
         assert tensor is not None
         self._search.add_nothing(tensor)
         self._search.close()
+
+
+def layer_of(name: str) -> str | None:
+    """The layer that a tensor is of: its name up to the first number; None if it has
+    no number."""
+    found = _LAYER.match(name)
+    return found[0] if found else None
 
 
 def _size(base: PublishedVersion, name: str) -> int:
