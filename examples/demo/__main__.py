@@ -144,7 +144,9 @@ def show(phase: Phase, arm: Arm) -> None:
         return
     facts = f"reward {rewards[-1]:.2f} {sparkline(rewards)}"
     if arm.commits:
-        facts += f"  live: {arm.commits[-1]['version']}"
+        last = arm.commits[-1]
+        kind = "delta" if last["is_delta"] else "whole"
+        facts += f"  live: {last['version']} ({kind}, {last['num_bytes'] / 1e6:.1f} MB)"
     facts += f"  streams: {len(arm.finished)} done, {len(arm.failed)} failed"
     phase.show(len(rewards), facts)
 

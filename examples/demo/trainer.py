@@ -98,6 +98,8 @@ class Line:
             began=began,
             committed_at=served["committed_at"],
             gap_ms=outcome.gap_ms,
+            is_delta=outcome.is_delta,
+            num_bytes=outcome.num_bytes,
             seconds=dict(outcome.seconds),
         )
 
@@ -119,7 +121,9 @@ def train(checkpoint: Path, order: dict[str, Any]) -> None:
     )
     with (
         closing(rollouts),
-        Publisher(order["url"], trainer.model, wire="shm") as publisher,
+        # At this learning rate a delta has more than a quarter of the version's bytes,
+        # which is where `auto` sends it whole.
+        Publisher(order["url"], trainer.model, delta="always") as publisher,
     ):
         line = Line(order["url"], order["epoch"], publisher)
         for step in range(1, order["steps"] + 1):

@@ -50,6 +50,17 @@ class Report:
         return {version: counts[epoch, version] for epoch, version in sorted(counts)}
 
     @property
+    def deltas(self) -> list[int]:
+        """Bytes of each version that was sent as a delta."""
+        return [c["num_bytes"] for c in self.published.commits if c["is_delta"]]
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the last version that was sent whole, in the served dtype."""
+        whole = [c["num_bytes"] for c in self.published.commits if not c["is_delta"]]
+        return whole[-1]
+
+    @property
     def spanning_share(self) -> float:
         """Share of streamed requests that have tokens of two versions or more."""
         return fmean(len(request["spans"]) > 1 for request in self.published.finished)
@@ -107,6 +118,12 @@ class Report:
             "gaps": {kind: asdict(spread) for kind, spread in gaps.items()},
             "gap_margin_ms": 1e3 * MARGIN_S,
             "switch_max_ms": max(c["gap_ms"] for c in self.published.commits),
+            "deltas_committed": len(self.deltas),
+            "delta_bytes_mean": round(fmean(self.deltas)) if self.deltas else None,
+            "updates": [
+                {name: commit[name] for name in ("version", "is_delta", "num_bytes")}
+                for commit in self.published.commits
+            ],
             "publish_mean_s": round(
                 fmean(c["seconds"]["total"] for c in self.published.commits), 4
             ),
@@ -130,6 +147,11 @@ class Report:
             ("the same, trained but nothing published", str(self.control.reward)),
             ("the same, after training in flight", str(self.after.reward)),
             ("versions committed while streams ran", str(facts["versions_committed"])),
+            (
+                "of these sent as deltas, mean size and that of a whole version",
+                f"{len(self.deltas)}, {_mb(fmean(self.deltas or [0]))} of "
+                f"{_mb(self.whole_bytes)}",
+            ),
             (
                 "streamed requests finished / failed",
                 f"{facts['requests_finished']} / {facts['requests_failed']}",
@@ -167,6 +189,10 @@ class Report:
         """demo.json; the pictures and the page are drawn from the same facts."""
         text = json.dumps(self.facts(), indent=2)
         (out / "demo.json").write_text(text + "\n")
+
+
+def _mb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:.2f} MB"
 
 
 def _gap(spread: Spread) -> str:

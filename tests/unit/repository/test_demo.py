@@ -244,6 +244,10 @@ def test_a_rehearsal_of_the_demo_ends_well_and_leaves_its_files(tmp_path):
     facts = json.loads((tmp_path / "demo.json").read_text())
     assert facts["versions_committed"] == 3
     assert facts["requests_failed"] == 0
+    # The first one tells what the server serves, the second one is whole in that.
+    assert [u["is_delta"] for u in facts["updates"]] == [False, False, True]
+    sizes = [update["num_bytes"] for update in facts["updates"]]
+    assert sizes[0] == 2 * sizes[1] > 4 * sizes[2] == 4 * facts["delta_bytes_mean"]
     page = (tmp_path / "demo.html").read_text()
     assert page.count("data:image/png;base64,") == 2
     assert "$" not in page
