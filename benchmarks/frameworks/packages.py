@@ -17,6 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pydantic_core.core_schema import any_schema
+
 PACKAGES = Path(__file__).parents[2] / "build" / "frameworks"
 
 
@@ -82,6 +84,11 @@ class Whatever:
 
     def __class_getitem__(cls, _: object) -> type[Whatever]:
         return cls
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, *_: object) -> Any:
+        """As a field of a pydantic model it takes anything."""
+        return any_schema()
 
 
 class Anything(Nothing):
@@ -183,9 +190,24 @@ OWN: dict[str, Package] = {
             ),
         ),
         Package(
+            name="areal",
+            extension=(
+                "areal.engine.vllm_ext.vllm_worker_extension",
+                "VLLMWorkerExtension",
+            ),
+            executed=("areal.infra.platforms",),
+        ),
+        Package(
+            name="skyrl",
+            extension=(
+                "skyrl.backends.skyrl_train.inference_servers.new_inference_worker_wrap",
+                "NewInferenceWorkerWrap",
+            ),
+        ),
+        Package(
             name="trl",
             executed=("trl.kernels", "trl.extras", "trl.generation"),
-            empty=("accelerate", "datasets", "pandas", "peft"),
+            empty=("datasets", "pandas", "peft"),
         ),
         Package(
             name="slime",
@@ -206,9 +228,34 @@ OWN: dict[str, Package] = {
         ),
     )
 }
-"""The packages by their names in build/frameworks, and a second extension of one."""
+"""The packages by their names in build/frameworks, and other ways or files of some."""
 OWN["prime_rl_nccl"] = replace(
     OWN["prime_rl"],
     extension=("prime_rl.inference.vllm.worker.nccl", "NCCLWeightUpdateWorker"),
     empty=("prime_rl.utils",),
 )
+OWN["areal_files"] = OWN["areal"]
+OWN["swift_nccl"] = replace(
+    OWN["swift"],
+    executed=("swift.utils",),
+    empty=(
+        *("aiohttp", "datasets", "peft", "swift.arguments", "swift.infer_engine"),
+        *("swift.rollout", "swift.pipelines.base", "swift.rl_core", "swift.template"),
+        *("swift.tuners", "modelscope"),
+        *(f"swift.utils.{each}" for each in ("logger", "np_utils", "utils")),
+        "swift.utils.transformers_utils",
+    ),
+)
+"""What `update_flattened_params` needs more than `update_weights_from_ipc`."""
+OWN["swift_flattened"] = OWN["swift_nccl"]
+OWN["verl_server"] = replace(
+    OWN["verl"],
+    executed=(*OWN["verl"].executed, "verl.utils.tokenizer"),
+    empty=(
+        *("ray", "omegaconf", "orjson", "tensordict", "verl.workers.config"),
+        *("verl.single_controller", "verl.utils.kernel", "verl.utils.profiler"),
+        *("verl.utils.config", "verl.utils.vllm.vllm_quant_utils"),
+        *(f"verl.utils.vllm.{each}" for each in _UNUSED_OF_VERL),
+    ),
+)
+"""verl's server of a replica, which answers requests."""

@@ -22,6 +22,7 @@ from tests.support.frameworks.recipes import (
     PROMPT,
     TRL,
     VERL,
+    VERL_SERVER,
     names,
     training_sample,
 )
@@ -151,8 +152,11 @@ def test_a_sample_of_prime_rl_leaves_out_what_is_too_old(
     assert kept.mask == [False] * (3 + border) + mask[3 + border :]
 
 
-def test_verls_batch_gets_weights_and_a_mask() -> None:
-    module("verl.workers.rollout.vllm_rollout.vllm_async_server", vLLMHttpServer=object)
+def test_verls_batch_gets_weights_and_a_mask(is_own: bool) -> None:
+    if is_own:  # verl reads what the recipe writes
+        losses = PACKAGES / "verl" / "verl" / "workers" / "utils" / "losses.py"
+        assert 'data.get("rollout_is_weights"' in losses.read_text()
+    module(VERL_SERVER, vLLMHttpServer=object)
     batch = {
         "response_mask": torch.tensor([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]]),
         "old_log_probs": torch.full((2, 5), -1.0),
@@ -166,12 +170,18 @@ def test_verls_batch_gets_weights_and_a_mask() -> None:
     assert batch["response_mask"].tolist() == [[0, 1, 1, 1, 0], [1, 1, 0, 0, 0]]
 
 
-def test_engines_in_the_frameworks_process_keep_the_spans(folders: list[Path]) -> None:
+def test_engines_in_the_frameworks_process_keep_the_spans(
+    folders: list[Path], is_own: bool
+) -> None:
+    source = "own" if is_own else "stand-in"
     told: dict[str, Any] = run_script(
-        "recipes", *folders, room="tests.support.frameworks"
+        "recipes", source, *folders, room="tests.support.frameworks"
     )
+    modules = told["openrlhf"]["is of"], told["verl"]["is of"]
+    assert is_own == (modules == ("openrlhf.utils.agent", VERL_SERVER))
     ((start, end),) = told["openrlhf"]["ranges"]
     assert len(PROMPT) < start < end == told["openrlhf"]["tokens"]
     first, last = told["verl"]["weight_versions"]
     assert (first["version"], last["version"]) == ("old", "new")
     assert first["end"] == last["start"] and last["end"] == LENGTH
+    assert not told["spans that are left"]

@@ -1,11 +1,11 @@
 """The recipes of docs/rl.md for frameworks whose engine is in their own process.
 
-Usage: python -m tests.support.frameworks.recipes OLD NEW
+Usage: python -m tests.support.frameworks.recipes own|stand-in OLD NEW
 
-The classes of OpenRLHF and verl are extended as the page does it. OpenRLHF's is its
-own if its package is in build/frameworks (`make test-frameworks`). The others are
-stand-ins: they call vLLM's engine as the frameworks' classes do. A version is committed
-while the completions run. Prints what the recipes have made of them as JSON.
+The classes of OpenRLHF and verl are extended as the page does it. They are the
+frameworks' own, from build/frameworks (`make test-frameworks`), or stand-ins, which
+call vLLM's engine as the frameworks' classes do. A version is committed while the
+completions run. Prints what the recipes have made of them as JSON.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ LENGTH = 200
 """At 15 ms each: no machine has them before a call of a test comes."""
 SHARED, TRL, OPENRLHF, VERL, PRIME_RL = range(5)
 """The blocks of the page, in its order."""
+VERL_SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server"
 
 
 def blocks() -> list[str]:
@@ -69,16 +70,52 @@ class AsVerl:
     def __init__(self, engine: Any) -> None:
         self.engine = engine
 
-    async def generate(self, prompt: Any, params: Any, request_id: str) -> Any:
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling_params: dict[str, Any],
+        request_id: str,
+        **_: Any,
+    ) -> Any:
+        from vllm import SamplingParams
+
         last = None
         async for output in self.engine.generate(
-            prompt=prompt, sampling_params=params, request_id=request_id
+            prompt={"prompt_token_ids": prompt_ids},
+            sampling_params=SamplingParams(**sampling_params),
+            request_id=request_id,
         ):
             last = output
         assert last is not None
         return SimpleNamespace(
             token_ids=last.outputs[0].token_ids, extra_fields={"global_steps": 1}
         )
+
+
+def server_of(made: type, engine: Any) -> Any:
+    """A server with this engine; verl's own starts its engine elsewhere."""
+    if AsVerl in made.__mro__:
+        return made(engine)
+    config = SimpleNamespace(
+        max_model_len=OPTIONS["max_model_len"],
+        full_determinism=False,
+        enable_rollout_routing_replay=False,
+        mtp=None,
+        get=lambda name, default: default,
+    )
+    server = object.__new__(made)
+    vars(server).update(
+        engine=engine,
+        config=config,
+        model_config=SimpleNamespace(processor=None, lora_rank=0, lora={}),
+        replica_rank=0,
+        global_steps=1,
+        _disaggregation_role="null",
+        _pd_decode_peers=[],
+        _submission_paused=False,
+        _admitting=0,
+    )
+    return server
 
 
 def training_sample(is_own: bool) -> Any:
@@ -101,7 +138,7 @@ async def through_an_update(engine: Any, new: Path, work: Any) -> Any:
     """The reply of `work`, while which a version is committed."""
     task = asyncio.create_task(work)
     running = engine.output_processor.request_states
-    while all(each.is_prefilling for each in running.values()):
+    while not task.done() and all(each.is_prefilling for each in running.values()):
         await asyncio.sleep(0.001)
     # Paused, so that the request does not end before an update that is slow.
     await engine.pause_generation(mode="in_place", flush_cache=False)
@@ -110,7 +147,17 @@ async def through_an_update(engine: Any, new: Path, work: Any) -> Any:
     return await task
 
 
-async def seen(old: Path, new: Path) -> dict[str, Any]:
+def provide(source: str) -> None:
+    """Let the recipes find the classes that they extend."""
+    if source == "own":
+        OWN["openrlhf"].use()
+        OWN["verl_server"].use()
+    else:
+        stand_in("openrlhf.utils.agent", SingleTurnAgentExecutor=AsOpenRLHF)
+        stand_in(VERL_SERVER, vLLMHttpServer=AsVerl)
+
+
+async def seen(source: str, old: Path, new: Path) -> dict[str, Any]:
     import torch
     from vllm import SamplingParams
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -118,6 +165,7 @@ async def seen(old: Path, new: Path) -> dict[str, Any]:
 
     options: Any = OPTIONS | {"logits_processors": [gentle.NAME]}
     engine = AsyncLLM.from_engine_args(AsyncEngineArgs(str(old), **options))
+    provide(source)  # afterwards: vLLM would take the empty `ray` for the real one
     params = SamplingParams(max_tokens=LENGTH, ignore_eos=True, logprobs=0)
 
     class Actor:
@@ -149,31 +197,26 @@ async def seen(old: Path, new: Path) -> dict[str, Any]:
     try:
         reply = await through_an_update(engine, new, executed())
         await engine.update_weights_from_disk(str(old), "old")
-        server = names(VERL)["SpannedServer"](engine)
-        work = server.generate({"prompt_token_ids": PROMPT}, params, "v")
+        server = server_of(names(VERL)["SpannedServer"], engine)
+        asked = {"max_tokens": LENGTH, "ignore_eos": True}
+        work = server.generate(list(PROMPT), asked, "v")
         output = await through_an_update(engine, new, work)
         return {
             "openrlhf": {
                 "ranges": reply["action_ranges"],
                 "tokens": len(reply["observation_tokens"]),
-                "is its own": type(executor).__mro__[1].__module__ != __name__,
+                "is of": type(executor).__mro__[1].__module__,
             },
-            "verl": output.extra_fields,
+            "verl": output.extra_fields | {"is of": type(server).__mro__[1].__module__},
+            "spans that are left": len(server.engine.spans),
         }
     finally:
         engine.shutdown()
 
 
-def main(old: Path, new: Path) -> None:
-    if OWN["openrlhf"].folder.is_dir():
-        OWN["openrlhf"].use()
-    else:
-        stand_in("openrlhf.utils.agent", SingleTurnAgentExecutor=AsOpenRLHF)
-    stand_in(
-        "verl.workers.rollout.vllm_rollout.vllm_async_server", vLLMHttpServer=AsVerl
-    )
-    tell(asyncio.run(seen(old, new)))
+def main(source: str, old: Path, new: Path) -> None:
+    tell(asyncio.run(seen(source, old, new)))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
