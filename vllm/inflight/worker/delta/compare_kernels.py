@@ -197,7 +197,7 @@ def _log(
         tl.atomic_add(sums + 2, num, sem="relaxed")
 
 
-class Differing(NamedTuple):
+class Counted(NamedTuple):
     """What `count` finds.
 
     Attributes:
@@ -227,7 +227,7 @@ def _options(width: int, *, in_words: bool) -> dict[str, Any]:
 
 def count(
     rows: torch.Tensor, owners: torch.Tensor, width: int, *, in_words: bool
-) -> Differing:
+) -> Counted:
     """Count the elements that differ.
 
     Args:
@@ -246,13 +246,13 @@ def count(
         **_options(width, in_words=in_words),
         LANES=LANES,
     )
-    return Differing(counts.cumsum(0, dtype=torch.int64), num_units, units)
+    return Counted(counts.cumsum(0, dtype=torch.int64), num_units, units)
 
 
 def log(
     rows: torch.Tensor,
     owners: torch.Tensor,
-    found: Differing,
+    found: Counted,
     sums: torch.Tensor,
     width: int,
     *,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -235,7 +236,7 @@ def warm(
     for width in {dtype.itemsize for dtype in dtypes}:
         # Changes that are far apart, which are coded as gaps, and one that is not; the
         # same in a matrix that is served turned, so that its places are divided; runs.
-        changed = np.s_[::512], np.s_[:], np.s_[::8, 0], np.s_[::8]
+        changed: list[Any] = [np.s_[::512], np.s_[:], np.s_[::8, 0], np.s_[::8]]
         olds = [
             torch.zeros(shape, dtype=ops.INTEGERS[width], device="cpu")
             for shape in ((4096,), (1,), (64, 64), (64, 64))
