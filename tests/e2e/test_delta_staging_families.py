@@ -4,7 +4,9 @@ A family whose loader computes, or whose layers are served in another form than 
 are loaded in, has no place for every element. It is refused when the engine starts.
 """
 
+import re
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from safetensors.torch import load_file
 
 from tests.e2e.test_delta_staging import (  # noqa: F401 (one is a fixture)
     delta_engine,
+    live_of,
     shadow_of,
     without_packing,
 )
@@ -29,6 +32,7 @@ from tests.support.models.families import (
     cpu_options,
     gpu_options,
 )
+from tests.support.models.families_seen import DELTA, record
 from vllm.inflight.errors import ConfigError
 from vllm.inflight.trainer import Publisher
 
@@ -69,6 +73,23 @@ def converted(llm: Any) -> set[str]:
     return {n for n, e in entries if not all(copied.is_exact for copied in e.copies)}
 
 
+def in_short(refusal: str) -> str:
+    """The reason of a refusal, without the names of layers."""
+    if REFUSED[0] in refusal:
+        return "the CPU build packs its experts"
+    if REFUSED[2] in refusal:
+        return "the CPU build packs its convolutions"
+    found = re.search(r"what fills (.*?)( and \d+ more)?$", refusal)
+    assert found is not None
+    names = dict.fromkeys(".".join(n.split(".")[-2:]) for n in found[1].split(", "))
+    return "its loader computes " + ", ".join(f"`{name}`" for name in names)
+
+
+def record_here(family: str, result: str, **facts: Any) -> None:
+    if not torch.cuda.is_available():  # a GPU has tests of its own
+        record(family, DELTA, "eager", result=result, **facts)
+
+
 @pytest.mark.parametrize(
     "family",
     [
@@ -84,6 +105,7 @@ def test_a_family_equals_a_fresh_engine_or_is_refused_by_name(
 ) -> None:
     if family in WANT_TORCHVISION and find_spec("torchvision") is None:
         pytest.skip("torchvision is not installed")
+    seen = partial(record_here, family)
     options = (gpu_options if torch.cuda.is_available() else cpu_options)(family)
     old, new = (checkpoint(seed, family=family) for seed in (0, 1))
     inflight = {"staging": "delta", "delta_gib": 0.05}
@@ -93,7 +115,11 @@ def test_a_family_equals_a_fresh_engine_or_is_refused_by_name(
         assert any(reason in str(refusal) for reason in REFUSED), refusal
         assert family not in TAKEN
         assert family not in WITH_EXPERTS or not CAN_UNPACK_EXPERTS
+        seen("refused", reason=in_short(str(refusal)))
         return
+    dtypes = {str(param.dtype) for param in live_of(llm).values()}
+    told = llm.weight_info()["staging"]["dtype"]
+    assert told == ("bfloat16" if dtypes == {"torch.bfloat16"} else None)
     first = greedy(llm)
     llm.update_weights_from_disk(str(new), "new")
     oracle.check(llm, new)
@@ -118,5 +144,6 @@ def test_a_family_equals_a_fresh_engine_or_is_refused_by_name(
     with Publisher(llm, lambda: weights, delta="off") as to:
         to.publish("whole")
     assert (llm.weight_info()["digest"], greedy(llm)) == (digest, told)
+    seen("equal", converted=len(kept))
     assert llm.verify_weights()["result"] == "equal"
     assert greedy(start(new, **options)) == said
