@@ -6,11 +6,14 @@ from typing import Any
 
 from docs.tables import code, table
 from tests.support.models.families import FAMILIES
-from tests.support.models.families_seen import HOST, read
+from tests.support.models.families_seen import DELTA, HOST, read
 from tests.support.models.seeing import SEEING
 
 CPU = "cpu"
-HEADER = ("architecture", "what is particular", "CPU build", "in place", "GPU")
+HEADER = (
+    *("architecture", "what is particular", "CPU build", "in place", "GPU"),
+    "delta staging, and deltas",
+)
 
 Runs = dict[str, dict[str, Any]]
 
@@ -25,6 +28,7 @@ def families() -> str:
             _told(runs, CPU),
             _in_place(runs),
             _on_gpus(runs),
+            _with_deltas(runs),
         ]
         for name in known
         if (runs := seen.get(name))
@@ -50,10 +54,23 @@ def _in_place(runs: Runs) -> str:
 def _on_gpus(runs: Runs) -> str:
     cells = []
     for run, facts in sorted(runs.items()):
-        if _place(run) not in (CPU, HOST):
+        if _place(run) not in (CPU, HOST, DELTA):
             told = run if facts["result"] == "equal" else f"{run}: {facts['result']}"
             cells.append(f"{told} ({_share(facts)})" if facts["in_place"] else told)
     return ", ".join(cells) or "not run"
+
+
+def _with_deltas(runs: Runs) -> str:
+    """With one set of weights and a log: whole versions, deltas and rollbacks."""
+    cells = []
+    for facts in (found for run, found in runs.items() if _place(run) == DELTA):
+        told = facts["result"]
+        if reason := facts.get("reason"):
+            told += f": {reason}"
+        if number := facts.get("converted"):
+            told += f"; {number} tensors by whole versions alone"
+        cells.append(told)
+    return "; ".join(cells) or "not run"
 
 
 def _share(facts: dict[str, Any]) -> str:

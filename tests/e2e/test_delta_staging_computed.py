@@ -91,14 +91,28 @@ def test_an_update_leaves_no_scratch_memory(llm, folder):
     assert all(param.is_meta for param in second.parameters())
 
 
-def test_a_computed_parameter_that_changed_since_is_found(llm):
-    assert llm.verify_weights()["result"] == "equal"
+def test_a_computed_parameter_that_changed_since_is_found(llm, weights):
+    """Also by the first scrub after a subset without it."""
+    name = "model.final_layernorm.weight"
+    with Publisher(llm, lambda: {name: weights[name] + 1}) as to:
+        to.publish("subset", subset=[name])
     bits = live_of(llm)[COMPUTED].data.view(torch.int32)
     bits[5] ^= 1  # as memory that fails
     try:
         assert llm.verify_weights()["different"] == [COMPUTED]
     finally:
         bits[5] ^= 1
+
+
+def test_a_tensor_that_its_loader_rejects_is_named(llm, folder, monkeypatch):
+    def reject(param: torch.Tensor, tensor: torch.Tensor) -> None:
+        raise ValueError("not today")
+
+    param = shadow_of(llm).module.get_parameter(COMPUTED)
+    monkeypatch.setattr(param, "weight_loader", reject)
+    with pytest.raises(WeightsMismatch, match="not today") as rejection:
+        llm.update_weights_from_disk(str(folder), "wrong")
+    assert rejection.value.tensors == [LOGARITHM]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ is refused when the engine starts; `refusal` has each of these.
 """
 
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from safetensors.torch import load_file
 
 from tests.e2e.test_delta_staging import (  # noqa: F401 (one is a fixture)
     delta_engine,
+    live_of,
     shadow_of,
     without_packing,
     worker_of,
@@ -31,6 +33,7 @@ from tests.support.models.families import (
     cpu_options,
     gpu_options,
 )
+from tests.support.models.families_seen import DELTA, record
 from vllm.inflight.errors import ConfigError
 from vllm.inflight.trainer import Publisher
 
@@ -70,6 +73,11 @@ def converted(llm: Any) -> set[str]:
     return {n for n, e in entries if not all(copied.is_exact for copied in e.copies)}
 
 
+def record_here(family: str, result: str, **facts: Any) -> None:
+    if not torch.cuda.is_available():  # a GPU has tests of its own
+        record(family, DELTA, "eager", result=result, **facts)
+
+
 @pytest.mark.parametrize(
     "family",
     [
@@ -85,17 +93,22 @@ def test_a_family_equals_a_fresh_engine(
 ) -> None:
     if family in WANT_TORCHVISION and find_spec("torchvision") is None:
         pytest.skip("torchvision is not installed")
+    seen = partial(record_here, family)
     options = (gpu_options if torch.cuda.is_available() else cpu_options)(family)
     old, new = (checkpoint(seed, family=family) for seed in (0, 1))
     inflight = {"staging": "delta", "delta_gib": 0.05}
     if (reason := refusal(family)) is not None:
         with pytest.raises(ConfigError, match=reason):
             delta_engine(start, old, inflight=inflight, **options)
+        seen("refused", reason="the CPU build packs its experts")
         return
     llm = delta_engine(start, old, inflight=inflight, **options)
     computed = shadow_of(llm).computed
     assert bool(computed) == (family in COMPUTED), sorted(computed)
     assert all(name.endswith(COMPUTED[family]) for name in computed)
+    dtypes = {str(param.dtype) for param in live_of(llm).values()}
+    told = llm.weight_info()["staging"]["dtype"]
+    assert told == ("bfloat16" if dtypes == {"torch.bfloat16"} else None)
     first = greedy(llm)
     llm.update_weights_from_disk(str(new), "new")
     oracle.check(llm, new)
@@ -123,5 +136,6 @@ def test_a_family_equals_a_fresh_engine(
     with Publisher(llm, lambda: weights, delta="off") as to:
         to.publish("whole")
     assert (llm.weight_info()["digest"], greedy(llm)) == (digest, told)
+    seen("equal", converted=len(kept))
     assert llm.verify_weights()["result"] == "equal"
     assert greedy(start(new, **options)) == said

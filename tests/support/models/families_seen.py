@@ -16,15 +16,20 @@ FILE = Path(__file__).parents[3] / "docs" / "families.json"
 HOST = "host"
 """A GPU's receiving path, played in the memory of the host; see engine/in_place.py."""
 
+DELTA = "delta cpu"
+"""The CPU build without packing, with delta staging."""
+
 
 def record(family: str, place: str, mode: str, **facts: Any) -> None:
     """Keep what was seen, where that was asked for.
 
     Args:
         family: by its name in the tests.
-        place: `cpu`, `host`, or the name of a GPU.
+        place: `cpu`, `host`, `delta cpu`, or the name of a GPU.
         mode: `eager` or `graphs`.
-        **facts: `result`, `hidden`, `tensors` and `in_place` of these.
+        **facts: `result`, `hidden`, `tensors` and `in_place` of these. With delta
+            staging: `result`, the `reason` of a refusal, and how many tensors are
+            `converted`, which deltas cannot change.
 
     """
     if os.environ.get("RECORD_FAMILIES") != "1":
