@@ -104,17 +104,6 @@ def test_a_computed_parameter_that_changed_since_is_found(llm, weights):
         bits[5] ^= 1
 
 
-def test_a_tensor_that_its_loader_rejects_is_named(llm, folder, monkeypatch):
-    def reject(param: torch.Tensor, tensor: torch.Tensor) -> None:
-        raise ValueError("not today")
-
-    param = shadow_of(llm).module.get_parameter(COMPUTED)
-    monkeypatch.setattr(param, "weight_loader", reject)
-    with pytest.raises(WeightsMismatch, match="not today") as rejection:
-        llm.update_weights_from_disk(str(folder), "wrong")
-    assert rejection.value.tensors == [LOGARITHM]
-
-
 @pytest.mark.parametrize(
     ("change", "why"),
     [

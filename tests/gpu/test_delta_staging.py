@@ -58,7 +58,7 @@ from tests.e2e.test_delta_staging import (  # noqa: F401 (tests, run here on a G
     worker_of,
 )
 from tests.e2e.test_delta_staging_families import (
-    test_a_family_equals_a_fresh_engine_or_is_refused_by_name as of_family,
+    test_a_family_equals_a_fresh_engine as of_family,
 )
 from tests.e2e.test_tearing import mismatches, stream_under_commits
 from tests.gpu.test_tearing import NOISE
@@ -80,9 +80,9 @@ pytestmark = [
 
 FAMILIES = (
     *("llama", "gemma3", "gpt2", "phi3", "mixtral", "qwen3_moe"),
-    *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "falcon_h1"),
+    *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "falcon_h1", "llama4"),
 )
-"""Three have latent attention. The last one is refused: its loader computes."""
+"""Three have latent attention. The loaders of the last two compute."""
 
 
 @pytest.fixture(scope="module")
