@@ -93,7 +93,8 @@ build/ray: # beside the environment: nothing else needs it
 test-frameworks: setup build/frameworks ## worker extensions of OpenRLHF, verl and others, and slime's rollouts, from their own files
 	$(PY) -m pytest -m engine tests/e2e/test_framework_packages.py \
 		tests/e2e/test_framework_trainers.py tests/e2e/test_slime.py \
-		tests/e2e/test_miles.py tests/e2e/test_recipes.py
+		tests/e2e/test_miles.py tests/e2e/test_recipes.py \
+		tests/e2e/test_trl_colocated.py
 
 # slime, miles and prime-rl's worker have no package; commits of 21 August 2026
 SLIME := 624b824a898ab0ec1fcb4d373004c7f3852bf515
@@ -106,7 +107,9 @@ build/frameworks: # beside the environment: nothing else needs it
 	$(PY) -m pip install --quiet --no-deps --target $@/verl verl==0.9.1
 	$(PY) -m pip install --quiet --no-deps --target $@/checkpoint_engine checkpoint-engine==0.4.2
 	$(PY) -m pip install --quiet --no-deps --target $@/swift ms-swift==4.6.0
-	$(PY) -m pip install --quiet --no-deps --target $@/trl trl==1.16.0
+	$(PY) -m pip install --quiet --no-deps --target $@/trl trl==1.16.0 accelerate==1.15.0
+	$(PY) -m pip install --quiet --no-deps --target $@/areal areal==1.0.4 colorlog==6.12.0
+	$(PY) -m pip install --quiet --no-deps --target $@/skyrl skyrl==0.3.0
 	mkdir -p $@/slime
 	curl -sfL https://github.com/THUDM/slime/archive/$(SLIME).tar.gz \
 		| tar -xz -C $@/slime --strip-components 1 slime-$(SLIME)/slime

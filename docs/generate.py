@@ -23,7 +23,7 @@ from docs.pause_plot import picture
 from docs.release_runs import releases
 from docs.tables import code, first_line, table
 from tests.support.frameworks.evidence import evidence_of
-from tests.support.frameworks.overview import FRAMEWORKS
+from tests.support.frameworks.overview import FRAMEWORKS, Framework
 from vllm.inflight import patch
 from vllm.inflight.api.server.flags import GROUP, add_flags
 from vllm.inflight.api.server.rollout_routes import ROLLOUT_ROUTES
@@ -49,6 +49,7 @@ from vllm.inflight.releases import fields as release_fields
 from vllm.inflight.update import ACTIVE, MOVES, PAUSE_MOVES, STRICTNESS
 
 DOCS = Path(__file__).parent
+RESULTS = DOCS.parent / "benchmarks" / "results"
 
 AT_START_UP = (ConfigError, UpstreamChanged)
 """Errors that stop the start, and never occur over HTTP."""
@@ -120,17 +121,34 @@ def frameworks() -> str:
     """What is promised to each framework, and what of it ran."""
     rows = (
         [
-            f"[{each.name}](frameworks/{each.page}.md)",
-            each.release,
-            each.vllm,
+            f"[{each.name}](frameworks/{each.page}.md) {each.release}",
+            each.starts or f"**not yet**; requires {each.vllm}",
             each.transport,
             each.promised,
             "; ".join(f"{ran} ({code(ran.test)})" for ran in each.evidence),
+            "equal" if each.has_digest else "",
+            _gaps(each),
         ]
         for each in FRAMEWORKS
     )
-    headings = ["framework", "release", "vLLM that it requires", "transport"]
-    return table([*headings, "what is promised", "what ran"], rows)
+    headings = ["framework", "starts on vLLM", "transport", "what you get", "what ran"]
+    return table([*headings, "digest", "gap at an update"], rows)
+
+
+def _gaps(framework: Framework) -> str:
+    """The median of the largest gaps between two tokens at an update."""
+    name, parts = framework.name, []
+    if framework.pause:
+        file = RESULTS / "framework-pauses.json"
+        arms = json.loads(file.read_text())["frameworks"][framework.pause]
+        obey, absorb = (arms[each]["gap_median_ms"] for each in ("obey", "absorb"))
+        parts.append(f"pause {obey / 1000:.1f} s, absorbed {absorb / 1000:.1f} s (CPU)")
+    if (file := RESULTS / f"gpu-h200-{name.lower()}.json").is_file():
+        arms = json.loads(file.read_text())["frameworks"][name]["arms"]
+        sides = (arms[f"{each}, without a pause"] for each in ("ours", "upstream"))
+        ours, theirs = (side["gap_update_median_ms"] for side in sides)
+        parts.append(f"{ours:.0f} ms, plain vLLM {theirs:.0f} ms (H200)")
+    return "; ".join(parts)
 
 
 def known_calls() -> str:

@@ -24,6 +24,7 @@ def use_host() -> None:
 
     for name in ("synchronize", "empty_cache", "ipc_collect", "current_stream"):
         setattr(torch.cuda, name, lambda *_, **__: None)
+    torch.accelerator.synchronize = lambda *_: None
     torch.cuda.current_device = lambda: 0
     torch.cuda.get_device_properties = lambda *_: Properties()
     original = torch.empty

@@ -13,6 +13,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 LABELS = {"prime_rl_nccl": "step_1"}
 """Of frameworks whose calls have a label."""
+OF_FOLDER = "areal_files"
+"""Its label is the name of the folder."""
+REPLIES = {name: [[True, "Success"]] for name in ("areal", "areal_files")}
+"""Of methods that return something."""
 
 
 @pytest.mark.parametrize("framework", JOIN)
@@ -20,18 +24,20 @@ def test_the_extension_of_the_package_updates_beside_decoding(
     checkpoint: Callable[..., Path], framework: str
 ) -> None:
     assert OWN[framework].folder.is_dir(), "run `make test-frameworks`"
+    old, new = checkpoint(0), checkpoint(1)
     seen = run_script(
         "packages",
         framework,
-        checkpoint(0),
-        checkpoint(1),
+        old,
+        new,
         room="tests.support.frameworks",
         env={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
     )
-    assert seen["replies"] == [None]
+    assert seen["replies"] == REPLIES.get(framework, [None])
     assert seen["is fresh"] and seen["is digest of files"]
     label, labels = seen["label"], seen["labels"]
-    assert label == LABELS.get(framework, f"update-{seen['epoch']}")
+    known = LABELS | {OF_FOLDER: new.name}
+    assert label == known.get(framework, f"update-{seen['epoch']}")
     num_old = labels.count("old")
     assert 8 < num_old < len(labels)
     assert labels == ["old"] * num_old + [label] * (len(labels) - num_old)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from vllm.inflight.frameworks.known_call import KnownCall
 
-RECORDING = "recording"
-"""A class of tests/support/frameworks makes the framework's call."""
+BY_HAND = "by hand"
+"""A class of the tests makes the framework's call, written after its code was read."""
 EXTENSION = "own extension"
 """The package's own worker extension ran, unmodified."""
 BOTH_ENDS = "own transport and extension"
@@ -27,7 +27,7 @@ class Evidence:
         of: what of the framework ran.
         where: the kind of machine.
         test: the file of the test, below tests/.
-        version: of the framework; empty for a recording.
+        version: of the framework; empty for what is by hand.
 
     """
 
@@ -40,9 +40,8 @@ class Evidence:
         return f"{self.of}{self.version and f' of {self.version}'}, {self.where}"
 
 
-RECORDED = (Evidence(RECORDING, CPU, "e2e/test_adopted_recordings.py"),)
-DECLARED = (Evidence(RECORDING, CPU, "e2e/test_declared_writes.py"),)
-OF_SWIFT = (Evidence(RECORDING, CPU, "e2e/test_adopted_swift.py"),)
+RECORDED = (Evidence(BY_HAND, CPU, "e2e/test_adopted_recordings.py"),)
+DECLARED = (Evidence(BY_HAND, CPU, "e2e/test_declared_writes.py"),)
 
 
 PACKAGES, TRAINERS = "e2e/test_framework_packages.py", "e2e/test_framework_trainers.py"
@@ -58,6 +57,7 @@ def _both_ends(version: str, where: str = CPU, test: str = TRAINERS) -> Evidence
 
 
 OPENRLHF, VERL, SWIFT, CHECKPOINT_ENGINE = "0.11.2", "0.9.1", "4.6.0", "0.4.2"
+SKYRL, AREAL = "0.3.0", "1.0.4"
 PRIME_RL = "August 2026"
 
 SEEN: dict[tuple[str, str, tuple[str, ...]], tuple[Evidence, ...]] = {
@@ -73,9 +73,9 @@ SEEN: dict[tuple[str, str, tuple[str, ...]], tuple[Evidence, ...]] = {
         _both_ends(VERL, GPU, ON_GPUS),
     ),
     ("ms-swift", "update_weights_from_ipc", ()): (_package(SWIFT),),
-    ("ms-swift", "update_named_param", ()): OF_SWIFT,
-    ("ms-swift", "update_flattened_params", ()): OF_SWIFT,
-    ("ms-swift", "process_weights_after_loading", ()): OF_SWIFT,
+    ("ms-swift", "update_named_param", ()): (_package(SWIFT),),
+    ("ms-swift", "update_flattened_params", ()): (_package(SWIFT),),
+    ("ms-swift", "process_weights_after_loading", ()): (_package(SWIFT),),
     ("checkpoint-engine", "update_weights_from_ipc", ()): (
         _package(CHECKPOINT_ENGINE),
     ),
@@ -88,11 +88,16 @@ SEEN: dict[tuple[str, str, tuple[str, ...]], tuple[Evidence, ...]] = {
         *RECORDED,
     ),
     ("prime-rl", "update_weights_from_path", ("apply_transfer_plan",)): DECLARED,
+    ("SkyRL", "skyrl_start_weight_update", ()): (_package(SKYRL),),
+    ("SkyRL", "update_weights_ipc", ()): (_package(SKYRL),),
+    ("SkyRL", "skyrl_finish_weight_update", ()): (_package(SKYRL),),
+    ("AReaL", "areal_update_weight_xccl", ()): (_package(AREAL),),
+    ("AReaL", "areal_update_weights", ()): (_package(AREAL),),
     ("NeMo-RL", "nccl_reshard_refit", ()): DECLARED,
     ("NeMo-RL", "update_weights_from_decoded_sparse_payload", ()): DECLARED,
 }
 """Framework, method and, where two rows share those, parameters or methods besides →
-what ran. The other frameworks were recorded."""
+what ran. Of all others the calls were made by hand."""
 
 
 def evidence_of(row: KnownCall) -> tuple[Evidence, ...]:

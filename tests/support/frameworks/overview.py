@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tests.support.frameworks.evidence import (
+    BY_HAND,
     CPU,
     Evidence,
     evidence_of,
@@ -18,9 +19,9 @@ from vllm.inflight.frameworks.table import BUILT_IN
 
 REQUESTS = "recorded requests"
 """What the framework's own client has sent, word by word."""
-BY_HAND = "its calls, written by hand"
 ROLLOUTS = "own rollout functions"
 CLIENT = "own client"
+SENDER = "own sender"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,20 +32,26 @@ class Framework:
         name: as the table of known calls has it, if it has known calls.
         page: its page, without docs/frameworks/ and .md.
         release: that was looked at.
+        starts: on which supported releases of vLLM it starts; empty if on none.
         vllm: the release of vLLM that it requires.
         transport: what carries the tensors.
         promise: what it gets, where that is not in the table of known calls.
         ran: beside the evidence of its known calls.
+        has_digest: whether a test finds the digest of an update from a file.
+        pause: the arm of benchmarks/results/framework-pauses.json with its pause.
 
     """
 
     name: str
     page: str
     release: str
+    starts: str = ""
     vllm: str
     transport: str
     promise: str = ""
     ran: tuple[Evidence, ...] = ()
+    has_digest: bool = True
+    pause: str = ""
 
     @property
     def calls(self) -> list[KnownCall]:
@@ -87,30 +94,34 @@ def _cpu(of: str, test: str, version: str = "") -> Evidence:
 
 
 AUGUST = "August 2026"
-SGLANG = "none: SGLang 0.5"
+SGLANG = "SGLang 0.5, and starts it itself"
 
 FRAMEWORKS = (
     Framework(
         name="TRL",
         page="trl",
         release="1.16.0",
+        starts="0.29 to 0.33, from 0.32 without its extra",
         vllm="`trl[vllm]`: 0.22 to 0.31",
         transport="vLLM's `nccl`, over HTTP",
         promise="transaction",
         ran=(
-            _cpu(CLIENT, "test_recorded_clients", "1.16"),
-            _cpu(REQUESTS, "test_recorded_clients", "1.16"),
+            _cpu(CLIENT, "test_recorded_clients", "1.16.0"),
+            _cpu(REQUESTS, "test_recorded_clients", "1.16.0"),
         ),
+        has_digest=False,
+        pause="TRL",
     ),
     Framework(
         name="TRL colocated, OnlineDPO",
         page="trl",
         release="1.16.0",
+        starts="0.29 to 0.33, from 0.32 without its extra",
         vllm="`trl[vllm]`: 0.22 to 0.31",
         transport="`load_weights` in its process",
         promise="untracked; with `--inflight-adopt direct` a transaction",
         ran=(
-            _cpu(BY_HAND, "test_out_of_band_writes"),
+            _cpu(SENDER, "test_trl_colocated", "1.16.0"),
             _cpu(BY_HAND, "test_adopted_direct_loads"),
         ),
     ),
@@ -118,13 +129,16 @@ FRAMEWORKS = (
         name="OpenRLHF",
         page="openrlhf",
         release="0.11.2",
+        starts="0.29 to 0.33",
         vllm="`[vllm]`: 0.29.0; `[vllm-latest]`: 0.29 or later",
         transport="NCCL of its own, CUDA IPC",
+        pause="OpenRLHF",
     ),
     Framework(
         name="verl",
         page="verl",
         release="0.9.1",
+        starts="0.29 to 0.33, without its extra",
         vllm="`verl[vllm]`: 0.24.0",
         transport="ZMQ with CUDA IPC or shared memory",
         ran=(_cpu(REQUESTS, "test_recorded_clients", "0.9.1"),),
@@ -133,6 +147,7 @@ FRAMEWORKS = (
         name="ms-swift",
         page="ms-swift",
         release="4.6.0",
+        starts="0.29 to 0.33",
         vllm="none",
         transport="NCCL of its own; ZMQ with CUDA IPC or shared memory",
     ),
@@ -140,6 +155,7 @@ FRAMEWORKS = (
         name="checkpoint-engine",
         page="checkpoint-engine",
         release="0.4.2",
+        starts="0.29 to 0.33",
         vllm="none",
         transport="ZMQ with CUDA IPC",
     ),
@@ -149,6 +165,7 @@ FRAMEWORKS = (
         release=AUGUST,
         vllm="0.26 or later",
         transport="files, NCCL of its own, NIXL",
+        pause="prime-rl",
     ),
     Framework(
         name="SkyRL",
@@ -156,6 +173,7 @@ FRAMEWORKS = (
         release="0.3.0",
         vllm="0.23.0",
         transport="vLLM's `nccl`, CUDA IPC",
+        pause="SkyRL",
     ),
     Framework(
         name="AReaL",
@@ -185,6 +203,7 @@ FRAMEWORKS = (
         vllm="0.18.1",
         transport="NCCL of its own",
         ran=(_cpu(BY_HAND, "test_pipelinerl"),),
+        pause="PipelineRL",
     ),
     Framework(
         name="ART",
@@ -194,6 +213,7 @@ FRAMEWORKS = (
         transport="vLLM's `nccl`, over HTTP",
         promise="rejected by name: `packed` of an older vLLM",
         ran=(_cpu(BY_HAND, "test_recorded_clients"),),
+        has_digest=False,
     ),
     Framework(
         name="slime",

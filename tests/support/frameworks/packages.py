@@ -13,11 +13,13 @@ Prints what the engine has served before and after as JSON.
 
 from __future__ import annotations
 
+import base64
 import os
 import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -117,14 +119,127 @@ def prime_rl_nccl(core: Any, folder: Path) -> Callable[[Tensors], Any]:
     return send
 
 
+def areal(core: Any, folder: Path) -> Callable[[Tensors], Any]:
+    """A queue stands in for the group that its worker receives from."""
+    queue: SimpleQueue[torch.Tensor] = SimpleQueue()
+    vars(core.model_executor.driver_worker.worker)["weight_update_groups"] = {
+        "ours": queue
+    }
+    original = torch.distributed.broadcast
+
+    def broadcast(
+        tensor: torch.Tensor, src: int, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if group is not queue:
+            return original(tensor, src, group, async_op)
+        tensor.copy_(queue.get(timeout=60))
+        return None
+
+    torch.distributed.broadcast = broadcast
+
+    def send(tensors: Tensors) -> Any:
+        replies = None
+        for bucket in _halves(tensors):
+            for tensor in bucket.values():
+                queue.put(tensor)
+            dtypes = [str(t.dtype).removeprefix("torch.") for t in bucket.values()]
+            shapes = [list(tensor.shape) for tensor in bucket.values()]
+            facts = list(bucket), dtypes, shapes, "ours"
+            core.collective_rpc("areal_set_weight_meta", args=facts)
+            replies = core.collective_rpc("areal_update_weight_xccl")
+        return replies
+
+    return send
+
+
+def areal_files(core: Any, folder: Path) -> Callable[[Tensors], Any]:
+    return lambda _: core.collective_rpc("areal_update_weights", args=(str(folder),))
+
+
+def skyrl(core: Any, folder: Path) -> Callable[[Tensors], Any]:
+    from benchmarks.frameworks.on_host import lend
+
+    def send(tensors: Tensors) -> Any:
+        """One buffer for both buckets, as the trainer's."""
+        core.collective_rpc("skyrl_start_weight_update")
+        for bucket in _halves(tensors):
+            packed = torch.cat([tensor.reshape(-1) for tensor in bucket.values()])
+            handles = base64.b64encode(pickle.dumps({"host": lend(packed)}))
+            told = {
+                "names": list(bucket),
+                "dtype_names": [str(t.dtype) for t in bucket.values()],
+                "shapes": [list(tensor.shape) for tensor in bucket.values()],
+                "sizes": [tensor.numel() for tensor in bucket.values()],
+                "ipc_handles_pickled": handles.decode(),
+            }
+            core.collective_rpc("update_weights_ipc", args=(told,))
+        return core.collective_rpc("skyrl_finish_weight_update")
+
+    return send
+
+
+def swift_nccl(core: Any, folder: Path) -> Callable[[Tensors], Any]:
+    trainer = _last_rank(core)
+
+    def send(tensors: Tensors) -> Any:
+        for name, tensor in tensors.items():
+            trainer.broadcast(tensor)
+            trainer.barrier()
+            told = name, str(tensor.dtype), list(tensor.shape)
+            core.collective_rpc("update_named_param", args=told)
+        return core.collective_rpc("process_weights_after_loading")
+
+    return send
+
+
+def swift_flattened(core: Any, folder: Path) -> Callable[[Tensors], Any]:
+    from swift.rlhf_trainers.utils import FlattenedTensorBucket
+
+    trainer = _last_rank(core)
+
+    def send(tensors: Tensors) -> Any:
+        for some in _halves(tensors):
+            bucket = FlattenedTensorBucket(named_tensors=list(some.items()))
+            trainer.broadcast(bucket.flattened_tensor)
+            trainer.barrier()
+            told = [each.model_dump() for each in bucket.metadata]
+            core.collective_rpc("update_flattened_params", args=(told,))
+        return core.collective_rpc("process_weights_after_loading")
+
+    return send
+
+
+def _last_rank(core: Any) -> Any:
+    """ms-swift's trainer, the last rank of its group."""
+    from tests.support.trainers.store_group import HOST, StoreTrainer
+
+    trainer = StoreTrainer(rank=1)
+    core.collective_rpc("init_communicator", args=(HOST, trainer.port, 2))
+    return trainer
+
+
+def _halves(tensors: Tensors) -> tuple[Tensors, Tensors]:
+    pairs = list(tensors.items())
+    return dict(pairs[:9]), dict(pairs[9:])
+
+
 JOIN: dict[str, Callable[[Any, Path], Callable[[Tensors], Any]]] = {
     "openrlhf": openrlhf,
     "verl": verl,
     "checkpoint_engine": checkpoint_engine,
     "swift": swift,
     "prime_rl_nccl": prime_rl_nccl,
+    "areal": areal,
+    "areal_files": areal_files,
+    "skyrl": skyrl,
+    "swift_nccl": swift_nccl,
+    "swift_flattened": swift_flattened,
 }
 """Framework → what joins its group, and returns what sends a version."""
+
+
+OPTIONS_OF = {"skyrl": {"weight_transfer_config": {"backend": "local"}}}
+"""Of the engine, for frameworks that need more than their extension."""
 
 
 def main(framework: str, old: Path, new: Path) -> None:
@@ -133,7 +248,8 @@ def main(framework: str, old: Path, new: Path) -> None:
     from tests.support.engines.bare_core import Streams, add, call, prompt, publish
     from tests.support.frameworks.core import beside_steps, extended_core
 
-    with extended_core(old, f"benchmarks.frameworks.extensions.{framework}") as core:
+    extension = f"benchmarks.frameworks.extensions.{framework}"
+    with extended_core(old, extension, **OPTIONS_OF.get(framework, {})) as core:
         digest = publish(core, new, "new")["digest"]
         expected = says(core, "expected"), parameters(core)
         publish(core, old, "old")

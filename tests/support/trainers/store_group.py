@@ -17,20 +17,25 @@ from tests.support.ports import free_port
 from vllm.inflight.transport.waiting import in_background
 
 HOST = "127.0.0.1"
+BARRIER = "barrier"
 
 
 class StoreTrainer:
-    """Rank 0 of a group with the workers; broadcasts what it is given, in order."""
+    """A rank of a group with the workers; broadcasts what it is given, in order."""
 
-    def __init__(self, world_size: int = 2) -> None:
+    def __init__(self, world_size: int = 2, rank: int = 0) -> None:
         self.port = free_port()
-        self._world_size = world_size
-        self._tensors: SimpleQueue[torch.Tensor | None] = SimpleQueue()
+        self._world_size, self._rank = world_size, rank
+        self._tensors: SimpleQueue[torch.Tensor | str | None] = SimpleQueue()
         self._ended = in_background(self._run)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Broadcast a tensor when the ones before it have been sent."""
         self._tensors.put(tensor)
+
+    def barrier(self) -> None:
+        """Meet the workers when all tensors before have been sent."""
+        self._tensors.put(BARRIER)
 
     def end(self) -> None:
         """Send nothing any more."""
@@ -39,10 +44,13 @@ class StoreTrainer:
 
     def _run(self) -> None:
         group = StatelessProcessGroup.create(
-            host=HOST, port=self.port, rank=0, world_size=self._world_size
+            host=HOST, port=self.port, rank=self._rank, world_size=self._world_size
         )
         while (tensor := self._tensors.get()) is not None:
-            group.broadcast_obj(tensor, src=0)
+            if tensor is BARRIER:
+                group.barrier()
+            else:
+                group.broadcast_obj(tensor, src=self._rank)
 
 
 @contextmanager
