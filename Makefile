@@ -107,8 +107,8 @@ build/frameworks: # beside the environment: nothing else needs it
 	$(PY) -m pip install --quiet --no-deps --target $@/verl verl==0.9.1
 	$(PY) -m pip install --quiet --no-deps --target $@/checkpoint_engine checkpoint-engine==0.4.2
 	$(PY) -m pip install --quiet --no-deps --target $@/swift ms-swift==4.6.0
-	$(PY) -m pip install --quiet --no-deps --target $@/trl trl==1.16.0 accelerate==1.15.0
-	$(PY) -m pip install --quiet --no-deps --target $@/areal areal==1.0.4 colorlog==6.12.0
+	$(PY) -m pip install --quiet --no-deps --target $@/trl accelerate==1.15.0 trl==1.16.0
+	$(PY) -m pip install --quiet --no-deps --target $@/areal colorlog==6.12.0 areal==1.0.4
 	$(PY) -m pip install --quiet --no-deps --target $@/skyrl skyrl==0.3.0
 	mkdir -p $@/slime
 	curl -sfL https://github.com/THUDM/slime/archive/$(SLIME).tar.gz \
