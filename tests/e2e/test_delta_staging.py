@@ -221,7 +221,7 @@ def test_a_delta_of_tensors_that_are_converted_names_both_dtypes(
     on_old, weights, caplog
 ):
     masters = {name: tensor.float() for name, tensor in weights.items()}
-    with Publisher(on_old, masters) as to:
+    with Publisher(on_old, masters, dtype=torch.float32) as to:
         to.publish()
         masters["model.norm.weight"][3] += 1
         assert not to.publish().is_delta

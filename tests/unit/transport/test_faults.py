@@ -179,6 +179,8 @@ def test_an_update_that_announces_less_than_its_manifest_is_incomplete(worker):
         views={},
         stale=set(),
         quantised=set(),
+        computed={},
+        nbytes=28,
         start_checkpoint=StartCheckpoint({}),
         may_idle=lambda name: False,
         has_all=True,

@@ -93,6 +93,7 @@ def stager(board: StatusBoard, transport: Transport) -> Iterator[StagingWorker]:
         device=worker.device, live=None, module=None, reason=None, num_threads=1
     )
     shadow.arenas, shadow.log = (), None
+    shadow.plan = replay_plan.Plan(is_replayed=False)
     shadow.start_checkpoint = StartCheckpoint({"norm.weight": (4,)})
     made = StagingWorker(worker, shadow)
     made.attach(board.path, NUM_RANKS)

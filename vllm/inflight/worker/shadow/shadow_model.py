@@ -522,8 +522,8 @@ class ShadowModel:
         consequence = (
             "the first update takes them through their loaders, and records them again"
             if self.log is None
-            else "delta staging cannot update the parameters that they fill; choose "
-            "another --inflight-staging for this model"
+            else "each update has the parameters that they fill computed in memory of "
+            "their own; where that cannot be, the start is refused"
         )
         check = ReplayCheck(
             *(self.plan, params, self.load, between),
