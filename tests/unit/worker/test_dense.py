@@ -240,6 +240,42 @@ def compare_every_form() -> None:
                 compare_one({"w": param}, new, alone)
 
 
+def compare_while_the_served_change() -> None:
+    """Between the launches more elements become different: none is logged for them."""
+    from pytest import MonkeyPatch
+
+    from vllm.inflight.worker.delta import compare_kernels as kernels
+    from vllm.inflight.worker.delta.destinations import KnownDestinations
+
+    served = random_bits(torch.bfloat16, 5000)
+    new = with_changes(served, scattered(5000, 0.01, 1))
+    live, mark = {"w": served.clone()}, 0x5A
+    entry = Entry(new.shape, new.dtype, [copied("w", live["w"], new)], is_proved=True)
+    log = ChangeLog(CPU, 1 << 20)
+    room: list[torch.Tensor] = []
+
+    def take(num_bytes: int) -> torch.Tensor:
+        room.append(torch.full((num_bytes + 4096,), mark, dtype=torch.uint8))
+        return room[-1][:num_bytes]
+
+    def count(*args, **options):
+        found = original(*args, **options)
+        live["w"].view(torch.int16).bitwise_xor_(1)  # as a rollback does
+        return found
+
+    original = kernels.count
+    comparison = dense.Comparison(log, live, KnownDestinations())
+    comparison._has_kernels = True
+    with MonkeyPatch.context() as patched:
+        patched.setattr(dense, "log_differences", None)
+        patched.setattr(kernels, "count", count)
+        patched.setattr(log, "_take", take)
+        comparison.log_differences([dense.Came("w", entry, new)])
+    (whole,) = room
+    assert (whole[-4096:] == mark).all()
+    assert not (whole[:-4096] == mark).all()
+
+
 def compare_one(live, tensor, copy) -> None:
     """Compare one tensor with torch and with the kernels, which have to agree."""
     from pytest import MonkeyPatch
@@ -273,6 +309,12 @@ def logged(log: ChangeLog) -> dict[str, list[tuple[int, int]]]:
 def test_kernels_compare_copies_of_every_form_as_torch_does():
     pytest.importorskip("triton", reason="Triton is not installed")
     succeeds(f"{__name__}:compare_every_form")
+
+
+@pytest.mark.seconds
+def test_kernels_log_no_more_elements_than_they_have_counted():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    succeeds(f"{__name__}:compare_while_the_served_change")
 
 
 @pytest.mark.seconds

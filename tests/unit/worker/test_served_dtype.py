@@ -13,6 +13,7 @@ def shadow(model: nn.Module, quantised: set[str] | None = None) -> ShadowModel:
     made = object.__new__(ShadowModel)
     made.live = made.module = model
     made.quantised = quantised or set()
+    made.computed = {}
     made.dtypes = {
         name: str(param.dtype).removeprefix("torch.")
         for name, param in model.named_parameters()
@@ -53,4 +54,10 @@ def test_nothing_is_told_where_a_tensor_is_served_in_another_dtype() -> None:
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
 def test_nothing_is_told_of_quantised_layers(dtype: torch.dtype) -> None:
     made = shadow(nn.Linear(4, 4).to(dtype), quantised={"weight"})
+    assert made.served_dtype is None
+
+
+def test_nothing_is_told_where_a_loader_computes() -> None:
+    made = shadow(model())
+    made.computed = {"A_log": frozenset({"weight"})}
     assert made.served_dtype is None

@@ -124,8 +124,8 @@ class Publisher:
                 sent; or a function from a name of the source to such a dtype, or None.
                 A trainer with weights in float32 gives the dtype of the checkpoint, so
                 that few elements change at a step. If None, deltas are sent, and the
-                engines serve all tensors in one narrower dtype, they are cast to that
-                from the second version on.
+                engines serve all tensors in one narrower dtype and as they are sent,
+                they are cast to that from the second version on.
             api_key: of the control routes; by default `VLLM_INFLIGHT_ADMIN_KEY`,
                 then `VLLM_API_KEY` of the environment.
             wire: `shm` hands tensors over in shared memory, on one host; `disk`
@@ -143,7 +143,7 @@ class Publisher:
             delta_memory: where the last version is kept: `host`, in shared memory or in
                 `directory`, where changes are found, too; or `device`, where the
                 tensors of the source are, usually a GPU. That takes one more copy of
-                the weights there.
+                the weights there, and up to a quarter of one for the last deltas.
             delta_compression: level of zstd that deltas are compressed with, 1 to 22; 3
                 is a good one. It pays where bytes are slow: over the network, or on
                 disks. None: no compression.

@@ -68,6 +68,8 @@ class PublishedVersion:
     def copied_to(self, device: torch.device) -> PublishedVersion:
         """The same version in memory of its own on a device."""
         tensors = {name: t.to(device, copy=True) for name, t in self.pairs()}
+        if device.type == "cuda":  # it may be compared under another stream
+            torch.cuda.current_stream(device).synchronize()
         return PublishedVersion(tensors, self.specs)
 
     def free(self) -> None:

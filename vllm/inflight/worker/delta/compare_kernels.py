@@ -146,6 +146,11 @@ def _log(
     MOST: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    """Log what differs, and no more elements than were counted.
+
+    What is served may change between both launches, by a rollback after an abort. Then
+    other elements differ than were counted, and nothing is written beyond their room.
+    """
     program = tl.program_id(0)
     row = rows + tl.load(owners + program).to(tl.int64) * COLUMNS
     first_program = tl.load(row + 3).to(tl.int32)
@@ -181,9 +186,10 @@ def _log(
                 now = (new >> (8 * WIDTH * piece)).to(INTEGER)
                 before = (served >> (8 * WIDTH * piece)).to(INTEGER)
                 differs = now != before
+                fits = differs & (number < num)
                 at = offset + to * PIECES + piece
-                tl.store(offsets + number, at, mask=differs)
-                tl.store(bits + number, now, mask=differs)
+                tl.store(offsets + number, at, mask=fits)
+                tl.store(bits + number, now, mask=fits)
                 c, d = change_terms(
                     *((place + number) * WIDTH, before.to(tl.int64)),
                     *(now.to(tl.int64), WIDTH),

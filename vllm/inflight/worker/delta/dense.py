@@ -38,7 +38,7 @@ PIECE = 1 << 24
 """Elements that torch compares at once; each that differs takes up to 40 bytes of
 scratch memory."""
 
-MOST_AT_ONCE = 1 << 31
+MOST_AT_ONCE = (1 << 31) - 4096
 """Elements of a copy that the kernels do not follow: they count them in 32 bits."""
 
 

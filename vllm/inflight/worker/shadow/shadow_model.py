@@ -221,10 +221,10 @@ class ShadowModel:
     def served_dtype(self) -> str | None:
         """The dtype of all floating-point tensors that are served, if there is one.
 
-        None where a layer is quantised, or some tensors are served in another dtype
-        than others. Then a trainer could lose bits by a cast.
+        None where a layer is quantised, a loader computes, or some tensors are served
+        in another dtype than others. Then a trainer could lose bits by a cast.
         """
-        if self.module is None or self.quantised:
+        if self.module is None or self.quantised or self.computed:
             return None
         found = set(self.dtypes.values())
         for name, tensor in self.live.state_dict().items():

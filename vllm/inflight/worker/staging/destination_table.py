@@ -147,8 +147,11 @@ def _computed_obstacle(
     """
     if not (short := _not_filled(shadow, is_proved=is_proved)):
         return None
-    with torch.no_grad(), shadow.device:
-        wrong = find_computed(shadow, short, filled)
+    try:
+        with torch.no_grad(), shadow.device:
+            wrong = find_computed(shadow, short, filled)
+    except torch.OutOfMemoryError:
+        return "there is no memory to try what its loader computes"
     if not wrong:
         return None
     num_more = len(wrong) - MOST_NAMED
@@ -190,6 +193,7 @@ def _fill_plan(shadow: ShadowModel) -> tuple[float, bool]:
     except Exception:  # loaders raise many kinds of errors, and memory may be missing
         logger.warning("the replay plan is left to the first update", exc_info=True)
         plan.forget()
+        shadow.computed.clear()
     plan.move_in(dict(module.named_parameters()))
     return recorded, is_whole
 

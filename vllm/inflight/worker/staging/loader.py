@@ -873,6 +873,14 @@ class UpdateLoader:
         self._expect(rest, facts)
         self._load_all([*changed.items(), *((name, kept[name]) for name in rest)])
         self.require_accepted()
+        for name in (*changed, *rest):
+            for param in self._shadow.computed[name]:
+                if self.coverage.fills[param].missing:
+                    raise WeightsMismatch(
+                        f"the loader has not computed all of {param}",
+                        remedy="Send the whole version.",
+                        tensors=[name],
+                    )
 
     def _expect(self, names: Iterable[str], facts: Mapping[str, Facts]) -> None:
         """Accept tensors of the served version beside those that are announced."""

@@ -20,7 +20,7 @@ import torch
 
 from vllm.inflight import messages, upstream
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.errors import Cancelled, EngineFault
+from vllm.inflight.errors import Cancelled, EngineFault, TransferFault
 from vllm.inflight.messages import FlipTo
 from vllm.inflight.transport.base import StagedEngine
 from vllm.inflight.transport.collective.nccl import still_writes
@@ -384,7 +384,10 @@ class StagingWorker:
         """Let a trainer have memory that it has freed; no update may be under way."""
         transport = self.worker.weight_transfer_engine
         if isinstance(transport, StagedEngine) and not self.is_busy:
-            transport.unmap()
+            try:
+                transport.unmap()
+            except TransferFault:  # it is a sleep that asks, which may still succeed
+                logger.exception("a trainer's memory stays mapped")
 
     def let_go(self) -> None:
         """Return when nothing is at work on the shadow weights.
