@@ -39,6 +39,8 @@ class UpdateFigures:
     """Seconds of a trainer's search, before the engine's first call."""
     lost_search_s: float = 0.0
     """Seconds of decoding lost meanwhile. The other figures are without the search."""
+    lost_after_s: float = 0.0
+    """Seconds of decoding lost in the `AFTER_S` after the return."""
 
 
 def gaps(record: Record) -> Iterator[Gap]:
@@ -52,12 +54,13 @@ def update_figures(record: Record) -> list[UpdateFigures]:
     """The figures of every update of a round."""
     figures = []
     around = pairwise(_stretches(record))
-    for whole, (before, after) in zip(record.updates, around, strict=True):
-        alone_s = sum(end - start for start, end in (before, after))
-        rate = (_tokens(record, before) + _tokens(record, after)) / alone_s
+    for whole, (before, later) in zip(record.updates, around, strict=True):
+        alone_s = sum(end - start for start, end in (before, later))
+        rate = (_tokens(record, before) + _tokens(record, later)) / alone_s
         called = whole.start if whole.called is None else whole.called
         search_s = called - whole.start
         found = _tokens(record, (whole.start, called))
+        after = _tokens(record, (whole.end, whole.end + AFTER_S))
         update = replace(whole, start=called)
         seconds = update.end - update.start
         share = _tokens(record, (update.start, update.end)) / seconds / rate
@@ -76,6 +79,7 @@ def update_figures(record: Record) -> list[UpdateFigures]:
                 lost_s=seconds * (1 - share),
                 search_s=search_s,
                 lost_search_s=search_s - found / rate,
+                lost_after_s=AFTER_S - after / rate,
             )
         )
     return figures
@@ -146,6 +150,7 @@ def summary(records: list[Record]) -> dict[str, Any]:
         "update_s": median(u.seconds for u in updates),
         "lost_s": median(u.lost_s for u in updates),
         "lost_search_s": median(u.lost_search_s for u in updates),
+        "lost_after_s": median(u.lost_after_s for u in updates),
         "updates": [asdict(u) for u in updates],
     }
 

@@ -83,8 +83,9 @@ class Trainer:
 
         Args:
             engine: to send it to.
-            share: of the elements that change, sent as a delta, or whole after the
-                word `whole`. Empty: send another version whole.
+            share: of the elements that change, sent as a delta; or whole after the
+                word `whole`, or as the trainer decides after `auto`. Empty: send
+                another version whole.
 
         """
         self._pipe.send(share or "send")

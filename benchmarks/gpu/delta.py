@@ -27,6 +27,8 @@ the engine, which needs `--engine '{"gpu_memory_utilization": 0.6}'` then.
 
 Without a GPU, `--shape tiny --backend inflight_gloo` tries the first two arms out.
 
+A share such as `"auto 0.06"` leaves it to the trainer whether it sends a delta.
+
 With `--trace` one update of each kind is traced afterwards, in the first two arms. The
 traces are kept in a file that `python -m benchmarks.gpu.trace` prints.
 """
@@ -73,7 +75,7 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[tuple[str, Any]]
     if name == DELTA:
         inflight["delta_gib"] = options.log_gib
         environment[SAVES] = "1"
-        whole = f"whole {shares[len(shares) // 2]}"
+        whole = f"whole {shares[len(shares) // 2].split()[-1]}"
     environment["BENCH_INFLIGHT"] = json.dumps(inflight)
     log = options.out / f"gpu-delta-{options.shape}-{name}.log"
     with tempfile.TemporaryDirectory() as folder:

@@ -227,7 +227,7 @@ def main(backend: str, folder: str, handle: str) -> None:
         deltas = getattr(engine, "deltas", None)
         if deltas is not None:
             # A whole version is sent from the weights themselves.
-            deltas.policy = "off" if is_whole else "always"
+            deltas.policy = "off" if is_whole else kind or "always"
         engine.send_weights()
         if client is None:
             continue
