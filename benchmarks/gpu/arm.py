@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.arm import Arm, serve
-from benchmarks.gpu import trace
+from benchmarks.gpu import profile, trace
 from benchmarks.record import UPSTREAM
 from benchmarks.shapes import SAVES, num_ranks
 from vllm.inflight.errors import BaseMismatch
@@ -41,6 +41,8 @@ VERIFY = "verify"
 """Likewise: what is served is compared with the digest of its label."""
 TRACED = "traced "
 """Before a share: the update is traced."""
+PROFILED = "profiled "
+"""Before a share: the staging thread is profiled."""
 OFF = "off"
 """Name of the arm that is never updated: it has one set of weights."""
 AROUND_S = 0.1
@@ -180,20 +182,21 @@ async def main(name: str, folder: str, handle: str) -> None:
             return {"commit_ms": (await engine.rollback_weights())["gap_ms"]}
         if share == VERIFY:
             return {"is_equal": (await engine.verify_weights())["result"] == "equal"}
-        if share.startswith(TRACED):
-            return await traced(engine, share.removeprefix(TRACED))
+        for prefix, tool in ((TRACED, trace), (PROFILED, profile)):
+            if share.startswith(prefix):
+                return await watched(engine, share.removeprefix(prefix), tool)
         await trainer.send(engine, share)
         # A share is changed, and searched for, before the engine is called.
         assert trainer.called is not None
         return trainer.facts | ({"called": trainer.called} if share else {})
 
-    async def traced(engine: Any, share: str) -> dict[str, Any]:
-        await engine.collective_rpc(trace.begin)
+    async def watched(engine: Any, share: str, tool: Any) -> dict[str, Any]:
+        await engine.collective_rpc(tool.begin)
         await asyncio.sleep(AROUND_S)
         facts = await update_ours(engine, share)
         await asyncio.sleep(AROUND_S)
-        (found,) = await engine.collective_rpc(trace.end)
-        return facts | {"trace": found}
+        (found,) = await engine.collective_rpc(tool.end)
+        return facts | {"found": found}
 
     async def update_upstream(engine: Any, share: str) -> dict[str, float]:
         await engine.pause_generation(mode="keep", clear_cache=False)

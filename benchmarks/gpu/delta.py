@@ -30,7 +30,8 @@ Without a GPU, `--shape tiny --backend inflight_gloo` tries the first two arms o
 A share such as `"auto 0.06"` leaves it to the trainer whether it sends a delta.
 
 With `--trace` one update of each kind is traced afterwards, in the first two arms. The
-traces are kept in a file that `python -m benchmarks.gpu.trace` prints.
+traces are kept in a file that `python -m benchmarks.gpu.trace` prints. With `--profile`
+the staging thread is profiled at one more of each kind.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.figures import summary
-from benchmarks.gpu.arm import ROLLBACK, TRACED
+from benchmarks.gpu.arm import PROFILED, ROLLBACK, TRACED
 from benchmarks.machine import facts
 from benchmarks.process import AS_IT_IS, arm
 from benchmarks.record import UPSTREAM, Plan, Record
@@ -102,14 +103,17 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[tuple[str, Any]]
                 yield title, figures(play(share, options.updates))
             if name in ARMS:
                 yield "rollbacks", figures(play(ROLLBACK, NUM_ROLLBACKS))
-            if name in ARMS and options.trace:
-                traces = {}
+            tools = {"trace": TRACED, "profile": PROFILED}
+            for tool in tools if name in ARMS else ():
+                if not getattr(options, tool):
+                    continue
+                found = {}
                 for share in [whole, *shares]:
                     play(share, 1)  # it prepares for the next one
-                    (update,) = play(TRACED + share, 1).updates
-                    traces[share or "whole"] = update.facts["trace"]
-                file = options.out / f"gpu-delta-{options.shape}-{name}-trace.json"
-                file.write_text(json.dumps(traces))
+                    (update,) = play(tools[tool] + share, 1).updates
+                    found[share or "whole"] = update.facts["found"]
+                file = options.out / f"gpu-delta-{options.shape}-{name}-{tool}.json"
+                file.write_text(json.dumps(found))
 
 
 def figures(record: Record) -> dict[str, Any]:
@@ -149,6 +153,7 @@ def main() -> None:
     parser.add_argument("--ranks", default="", help="of the engine, a GPU each")
     parser.add_argument("--trainer-ranks", type=int, default=1, help="a GPU each")
     parser.add_argument("--trace", action="store_true", help="one more of each kind")
+    parser.add_argument("--profile", action="store_true", help="likewise")
     parser.add_argument("--engine", default="{}", help="more options, as JSON")
     parser.add_argument(
         "--backend",
@@ -165,7 +170,9 @@ def main() -> None:
         "BENCH_ENGINE": options.engine,
         "BENCH_BACKEND": options.backend,
     }
-    if options.trace or SPARSE in options.arms:  # a function goes into the engine
+    if (
+        options.trace or options.profile or SPARSE in options.arms
+    ):  # a function goes into the engine
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     gpus = require_gpus(options.shape)
     given = {k: v for k, v in vars(options).items() if k != "out"}
