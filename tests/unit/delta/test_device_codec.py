@@ -85,13 +85,19 @@ def taken(coder, limit=delta.MAX_PART_BYTES):
 
 def device_decode(part):
     """(places, bits) of each block, as the device decodes them."""
-    from vllm.inflight.delta.device_decode import Launches, decode_rows, require_none
+    from vllm.inflight.delta.device_decode import (
+        Joined,
+        Launches,
+        decode_rows,
+        require_none,
+    )
 
     room = DecodedPart(part.rows, torch.device("cpu"))
     room.places.fill_(-1)
     buffers = room.places, room.bits
     launches, faults = Launches(torch.device("cpu")), []
-    decode_rows(part.rows, part.data, room.slots, *buffers, launches, faults.append)
+    joined = Joined.of([part], launches)
+    decode_rows(joined, room.slots, *buffers, launches, faults.append)
     launches.run()
     require_none(faults)
     for block, (place, byte) in zip(part.blocks(), room.slots.tolist(), strict=True):
@@ -217,6 +223,72 @@ def check_faults() -> None:
         with pytest.raises(Malformed, match=f":{row}: "):
             list(device_decode(part))
     assert refused > 30, refused
+
+
+def check_joined() -> None:
+    """Parts that are decoded together give the changes of parts decoded alone."""
+    from vllm.inflight.delta.decode import decode, decode_joined, require_sound
+    from vllm.inflight.delta.device_decode import Launches
+
+    pairs = [
+        (old, with_changes(old, scattered(60_000, share), most=most))
+        for dtype, share, most in (
+            (torch.int16, 0.5, 300),
+            (torch.float32, 0.4, 40_000),
+            (torch.int8, 0.01, 100),
+            (torch.int16, 0.02, 300),
+        )
+        for old in [random_bits(dtype, 60_000)]
+    ]
+    parts = parts_of(pairs, max_part_bytes=1 << 16)
+    # The data of the first part does not lie first, and one lies between two words.
+    parts = [
+        delta.Part(
+            part.table, torch.cat([torch.zeros(3, dtype=torch.uint8), part.data])[3:]
+        )
+        if number == 1
+        else part
+        for number, part in enumerate(parts)
+    ]
+    counts = [old.numel() for old, _ in pairs]
+    widths = [old.element_size() for old, _ in pairs]
+    for part in parts:
+        part.check(counts, widths)
+    assert len(parts) > 2
+    for some in (parts, parts[:1], parts[1:3]):
+        launches = Launches(torch.device("cpu"))
+        together = decode_joined(some, launches)
+        launches.run()
+        require_sound([together.fault])
+        for number in set(together.numbers.tolist()):
+            places, bits = (
+                [torch.cat(each) for each in zip(*pairs_of, strict=True)]
+                for pairs_of in (
+                    [(e.places, e.bits) for e in together if e.number == number],
+                    [
+                        (e.places, e.bits)
+                        for part in some
+                        for e in decode(part)
+                        if e.number == number
+                    ],
+                )
+            )
+            assert all(map(torch.equal, places, bits))
+    # A fault is told with the number of its row in its own part.
+    last = parts[-1]
+    block = last.blocks()[-1]
+    size = reference.section_bytes(block)[0]
+    last.data[block.chunks_at : block.chunks_at + size] = 255
+    launches = Launches(torch.device("cpu"))
+    together = decode_joined(parts, launches)
+    launches.run()
+    with pytest.raises(Malformed, match=f"row {len(last.blocks()) - 1}: "):
+        require_sound([together.fault])
+
+
+@pytest.mark.seconds
+def test_a_device_decodes_parts_together_as_it_decodes_them_alone():
+    succeeds(f"{__name__}:check_joined")
 
 
 def check_digests(pairs) -> None:

@@ -14,10 +14,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.shadow_on_host import Sets
+from tests.support.shadow_on_host import Batches, Sets
 from tests.support.triton_compiler import succeeds
 from tests.unit.worker.test_delta_writer import delta, stepped
+from vllm.inflight.delta import Encoder, Part
 from vllm.inflight.delta.device_decode import Launches
+from vllm.inflight.delta.parts import named
+from vllm.inflight.update import Manifest
 from vllm.inflight.worker.delta.device_writer import DeviceWriter, copy_elements
 from vllm.inflight.worker.delta.writer import DeltaWriter
 from vllm.inflight.worker.memory.arena import Arena
@@ -34,6 +37,8 @@ MOST_CALLS_EACH = 8
 """Functions of ours that may be called for each tensor of a delta."""
 MOST_OPS = 40
 """Operators of torch that may be called for a delta of one part."""
+MOST_OPS_A_PART = 10
+"""Operators of torch for each further part that comes with it."""
 MOST_READS = 3
 """Reads that may wait for a GPU."""
 
@@ -122,7 +127,22 @@ class Counted(TorchDispatchMode):
         return launch
 
 
-def counted(num: int, *, is_logged: bool) -> Counter[str]:
+def in_parts(old: Any, new: Any, base: str, num_parts: int) -> tuple[Manifest, Any]:
+    """A delta of so many parts, and its manifest."""
+    manifest, _ = delta(old, new, base)
+    parts: list[Part] = []
+    size = -(-len(new) // num_parts)
+    for number, name in enumerate(new):
+        if number % size == 0:
+            encoder = Encoder()
+        parts += encoder.add(number, old[name], new[name])
+        if number % size == size - 1 or number == len(new) - 1:
+            parts += encoder.finish()
+    assert len(parts) == num_parts
+    return manifest, dict(named(parts))
+
+
+def counted(num: int, *, is_logged: bool, num_parts: int = 1) -> Counter[str]:
     """The calls that a delta of so many tensors takes, after one of the same."""
     Flat.num = num
     counted = Counted()
@@ -160,11 +180,12 @@ def counted(num: int, *, is_logged: bool) -> Counter[str]:
         old = version(2, num)
         for seed in range(3):
             new = stepped(old, seed, share=0.05)
-            manifest, parts = delta(old, new, sets.stager.served.digest())
-            assert len(manifest.tensors) == num and len(parts) == 2
+            base = sets.stager.served.digest()
+            manifest, parts = in_parts(old, new, base, num_parts)
+            assert len(manifest.tensors) == num
             counted.counts.clear()
             with counted.running():
-                sets.stage(parts.items(), manifest=manifest)
+                sets.stage(Batches(parts), manifest=manifest)
                 if log is not None:
                     flip: Any = Swap(log, parameters_by_name(sets.live))
             if log is not None:
@@ -189,6 +210,23 @@ def check() -> None:
         # One for the part, one for the drift, and one for the last delta's elements.
         assert few["copies"] == many["copies"] == (2 if is_logged else 3)
         assert many["calls"] - few["calls"] <= MOST_CALLS_EACH * (MANY - FEW)
+
+
+def check_parts() -> None:
+    """Runs where TRITON_INTERPRET was set before Triton was imported."""
+    for is_logged in (False, True):
+        one, four = (
+            counted(MANY, is_logged=is_logged, num_parts=num) for num in (1, 4)
+        )
+        for each in ("reads", "launches", "copies"):
+            assert one[each] == four[each], each
+        assert four["ops"] - one["ops"] <= MOST_OPS_A_PART * 3
+
+
+@pytest.mark.seconds
+def test_parts_that_come_together_take_as_many_launches_as_one():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    succeeds(f"{__name__}:check_parts")
 
 
 @pytest.mark.seconds

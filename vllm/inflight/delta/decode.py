@@ -43,7 +43,7 @@ class Changes:
 
 
 class DecodedPart:
-    """All changes of one part: its groups, in two flat tensors.
+    """All changes of one part, or of several: its groups, in two flat tensors.
 
     A group is a range of changes of one tensor. Iterating yields them as `Changes`.
 
@@ -61,7 +61,12 @@ class DecodedPart:
     """
 
     def __init__(self, rows: Rows, device: torch.device) -> None:
-        """Make room for the changes of these rows."""
+        """Make room for the changes of these rows.
+
+        Raises:
+            torch.OutOfMemoryError: there is none.
+
+        """
         entries = rows["num_entries"].astype(np.int64)
         octets = entries * rows["width"]
         kinds = np.stack((rows["number"], rows["values"]))
@@ -134,21 +139,42 @@ def decode_unproved(
         Malformed: on the host, the message names the row, and what is wrong with it.
 
     """
-    rows, data = part.rows, part.plain_data()
-    decoded = DecodedPart(rows, data.device)
-    if launches is None and data.device.type == "cpu":
-        _decode_native(part, data, decoded, num_threads)
+    if launches is not None:
+        return decode_joined([part], launches)
+    device = part.data.device
+    if device.type == "cpu":
+        decoded = DecodedPart(part.rows, device)
+        _decode_native(part, part.plain_data(), decoded, num_threads)
         return decoded
-    from vllm.inflight.delta.device_decode import Launches, decode_rows
+    from vllm.inflight.delta.device_decode import Launches
 
-    own = Launches(data.device) if launches is None else launches
+    own = Launches(device)
+    decoded = decode_joined([part], own)
+    own.run()
+    return decoded
+
+
+def decode_joined(parts: Sequence[Part], launches: Launches) -> DecodedPart:
+    """Decode parts of one delta together, by kernels, when `launches` are run.
+
+    So they take as many launches as one part. As in `decode_unproved`, a place may be
+    any number until `require_sound` tells.
+
+    Args:
+        parts: checked parts in their order, whose data is on one GPU.
+        launches: of that GPU.
+
+    """
+    from vllm.inflight.delta.device_decode import Joined, decode_rows
+
+    joined = Joined.of(parts, launches)
+    decoded = DecodedPart(joined.rows, joined.data.device)
 
     def keep(fault: torch.Tensor) -> None:
         decoded.fault = fault
 
-    decode_rows(rows, data, decoded.slots, decoded.places, decoded.bits, own, keep)
-    if launches is None:
-        own.run()
+    room = decoded.slots, decoded.places, decoded.bits
+    decode_rows(joined, *room, launches, keep)
     return decoded
 
 

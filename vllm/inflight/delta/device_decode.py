@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from vllm.inflight.delta import reference
-from vllm.inflight.delta.part import CHUNK_CODES, PlaceForm, Rows
+from vllm.inflight.delta.part import CHUNK_CODES, OFFSETS, Part, PlaceForm, Rows
 from vllm.inflight.ops.arriving import to_host
 
 Table = NDArray[np.int64]
@@ -95,20 +96,54 @@ class Launches:
         self.held.clear()
 
 
+class Joined(NamedTuple):
+    """The blocks of several parts in one table."""
+
+    rows: Rows
+    """Of all parts. Their offsets count from `data`, and may lie behind its end."""
+    numbers: Table
+    """Of each row, its number in its part."""
+    data: torch.Tensor
+    """Of one part: the data of the others lies at higher addresses."""
+
+    @classmethod
+    def of(cls, parts: Sequence[Part], launches: Launches) -> Joined:
+        """Join the tables of checked parts.
+
+        Args:
+            parts: with their data on one device.
+            launches: hold the data until they are run.
+
+        """
+        found = [_aligned(part.plain_data()) for part in parts]
+        launches.held += found
+        first = min(found, key=torch.Tensor.data_ptr)
+        rows = np.concatenate([part.rows for part in parts])
+        nums = [len(part.rows) for part in parts]
+        beyond = [data.data_ptr() - first.data_ptr() for data in found]
+        shift = np.repeat(np.array(beyond, dtype=np.uint64), nums)
+        for name in OFFSETS:
+            rows[name] += shift
+        return cls(rows, np.concatenate([np.arange(num) for num in nums]), first)
+
+
+def _aligned(data: torch.Tensor) -> torch.Tensor:
+    """Data of a part at an address that kernels can read words from."""
+    return data.clone() if data.data_ptr() % 8 else data
+
+
 def decode_rows(
-    rows: Rows,
-    data: torch.Tensor,
+    joined: Joined,
     slots: Table,
     places: torch.Tensor,
     bits: torch.Tensor,
     launches: Launches,
     keep: Callable[[torch.Tensor], None],
 ) -> None:
-    """Decode the blocks of a checked table, when the launches are run.
+    """Decode the blocks of checked tables, when the launches are run.
 
     Args:
-        rows: the rows of the table.
-        data: data of the part.
+        joined: the tables, and where their data is.
         slots: for each row its first place in `places` and its first byte in `bits`.
         places: gets the places; int64.
         bits: gets the bits; uint8.
@@ -119,8 +154,7 @@ def decode_rows(
     """
     from vllm.inflight.delta import triton_kernels as kernels
 
-    if data.data_ptr() % 8:
-        data = data.clone()
+    rows, numbers, data = joined
     found: list[torch.Tensor] = []
 
     def begin(fault: torch.Tensor) -> None:
@@ -128,7 +162,7 @@ def decode_rows(
         keep(fault)
 
     launches.add(np.array([kernels.NO_FAULT], dtype=np.int64), begin)
-    table = _table(rows, slots)
+    table = _table(rows, numbers, slots)
     is_gaps = rows["form"] <= PlaceForm.GAPS16
     for width in np.unique(rows["width"]).tolist():
         own = rows["width"] == width
@@ -184,20 +218,18 @@ def require_no_fault(numbers: Iterable[int]) -> None:
         reference.demand(found is None, *(found or (0, "")))
 
 
-def _table(rows: Rows, slots: Table) -> Table:
+def _table(rows: Rows, numbers: Table, slots: Table) -> Table:
     """The rows as the kernels read them."""
     from vllm.inflight.delta.triton_kernels import COLUMNS
 
     table = np.zeros((len(rows), COLUMNS), dtype=np.int64)
-    table[:, 0] = np.arange(len(rows))
+    table[:, 0] = numbers
     names = ("first", "num_elements", "num_entries", "num_exceptions", "num_codes")
     for column, name in enumerate(names, 1):
         table[:, column] = rows[name]
     # The bytes of a code of gaps are the number of the form; of other forms, the form.
     table[:, 6], table[:, 7] = rows["form"], rows["code_bytes"]
-    for column, name in enumerate(
-        ("chunks_at", "places_at", "values_at", "exceptions_at"), 8
-    ):
+    for column, name in enumerate(OFFSETS, 8):
         table[:, column] = rows[name]
     table[:, 13:15] = slots
     return table

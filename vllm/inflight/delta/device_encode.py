@@ -22,6 +22,7 @@ from vllm.inflight.delta.part import (
     HEADER,
     MAGIC,
     MAX_ELEMENTS,
+    OFFSETS,
     ROW,
     ROWS,
     VERSION,
@@ -37,8 +38,6 @@ from vllm.inflight.ops.arriving import Arriving, to_host
 
 MOST_ENTRIES = 8 * MAX_ELEMENTS
 """Changes that are encoded at once: about 0.7 GB of GPU memory."""
-
-SECTIONS = "chunks_at", "places_at", "values_at", "exceptions_at"
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """A tensor before and now: flat, of integers."""
@@ -452,7 +451,7 @@ def _assembled(taken: Sequence[_Encoded]) -> Part:
     rows = np.concatenate([batch.rows for batch in taken])
     sizes = np.concatenate([batch.sizes for batch in taken])
     offsets = before(sizes.T.reshape(-1)).reshape(4, -1)
-    for name, column in zip(SECTIONS, offsets, strict=True):
+    for name, column in zip(OFFSETS, offsets, strict=True):
         rows[name] = column
     size = int(sizes.sum())
     header = HEADER.pack(MAGIC, VERSION, 0, len(rows), 0, size, size)

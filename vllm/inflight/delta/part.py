@@ -39,6 +39,9 @@ ROWS = np.dtype(
 )
 """The same row in an array of numpy, which needs no step of Python for each row."""
 
+OFFSETS = "chunks_at", "places_at", "values_at", "exceptions_at"
+"""The fields of a row that are offsets in `data`."""
+
 Rows = NDArray[np.void]
 """Rows of a table, as `ROWS`."""
 
@@ -183,7 +186,7 @@ class Part:
 
     def plain_data(self) -> torch.Tensor:
         """The data, without its compression."""
-        header = bytes(self.checked_table[: HEADER.size].tolist())
+        header = self.checked_table[: HEADER.size].numpy().tobytes()
         _, _, flags, _, _, plain_bytes, _ = HEADER.unpack(header)
         if not flags & ZSTD:
             return self.data

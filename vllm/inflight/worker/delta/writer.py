@@ -17,7 +17,7 @@ change are those of the served version, whose digest is known.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -30,6 +30,7 @@ from vllm.inflight.delta.decode import (
     DecodedPart,
     Numbers,
     apply,
+    decode_joined,
     decode_unproved,
 )
 from vllm.inflight.delta.device_decode import Launches
@@ -59,6 +60,14 @@ from vllm.inflight.worker.shadow.changed_elements import (
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.verify.checks import IS_TIED, untied
 from vllm.inflight.worker.verify.content import Content, Facts
+
+PLACE_BYTES = 8
+"""Bytes of the place of a decoded change; its bits come on top."""
+MOST_DECODED = 1 << 30
+"""Most bytes of changes that are decoded together, if they are not of one part. Each
+decoding takes about ten launches, and each launch time that decoding has not."""
+MOST_WITH_ONE_SET = 128 << 20
+"""The same with delta staging, which is for engines that have little memory."""
 
 Problem = tuple[str, Cause, str]
 """A tensor, what is wrong with it, and the sentence that says so."""
@@ -178,11 +187,13 @@ class DeltaWriter:
             arrived += self._parts.add(name, tensor)
             del tensor  # a transport reuses memory that no tensor refers to
         bring_tables(arrived)
-        for part in arrived:
-            here = part.on(self._shadow.device)
-            self._order.check(here)
-            self._write(here)
-            self._received(here.num_bytes, int(np.count_nonzero(self._num_entries)))
+        parts = [part.on(self._shadow.device) for part in arrived]
+        for part in parts:
+            self._order.check(part)
+        for together in self._joined(parts):
+            self._write(together)
+            num_bytes = sum(part.num_bytes for part in together)
+            self._received(num_bytes, int(np.count_nonzero(self._num_entries)))
 
     def require_sound(self) -> None:
         """Raise `Malformed` if the data of a part was malformed.
@@ -392,18 +403,44 @@ class DeltaWriter:
             "of Publisher and of Weights), or send whole versions.",
         )
 
-    def _write(self, part: Part) -> None:
-        """Decode a part, and write its changes."""
-        launches: Launches | None = None
-        if self._on_device is not None:
-            launches = Launches(self._shadow.device)
-        changes = decode_unproved(part, launches=launches)
-        np.add.at(self._num_entries, changes.numbers, changes.counts)
-        if self._on_device is None or launches is None:
-            for each in changes:
-                self._write_on_host(each)
-            self._compute(changes)
+    def _joined(self, parts: Sequence[Part]) -> Iterator[list[Part]]:
+        """Parts that are decoded together; on the host each of them alone."""
+        together: list[Part] = []
+        room = 0
+        for part in parts:
+            sizes = PLACE_BYTES + part.rows["width"].astype(np.int64)
+            needed = int(part.rows["num_entries"] @ sizes)
+            if together and needed > room:
+                yield together
+                together = []
+            if not together:
+                room = self._most_decoded
+            together.append(part)
+            room -= needed
+        if together:
+            yield together
+
+    @functools.cached_property
+    def _most_decoded(self) -> int:
+        """Bytes that decoded changes may take, if they are not of one part alone."""
+        if self._on_device is None:
+            return 0
+        most = MOST_DECODED if self._log is None else MOST_WITH_ONE_SET
+        return int(min(most, self._shadow.spare_bytes() // 4))
+
+    def _write(self, parts: Sequence[Part]) -> None:
+        """Decode parts, and write their changes."""
+        if self._on_device is None:
+            for part in parts:
+                changes = decode_unproved(part)
+                np.add.at(self._num_entries, changes.numbers, changes.counts)
+                for each in changes:
+                    self._write_on_host(each)
+                self._compute(changes)
             return
+        launches = Launches(self._shadow.device)
+        changes = decode_joined(parts, launches)
+        np.add.at(self._num_entries, changes.numbers, changes.counts)
         self._on_device.write(changes, self._shadow.note_changed, launches)
         if self._samples is not None:
             self._samples.write(changes, launches)
