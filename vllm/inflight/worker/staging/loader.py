@@ -34,7 +34,12 @@ from vllm.inflight.transport.buckets.reassembly import Destination
 from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.update import Manifest, TensorSpec
 from vllm.inflight.worker.adopted_call import require_in_time
-from vllm.inflight.worker.delta.dense import Came, Comparison, log_parameter
+from vllm.inflight.worker.delta.dense import (
+    Came,
+    Comparison,
+    KnownTables,
+    log_parameter,
+)
 from vllm.inflight.worker.delta.destinations import KnownDestinations
 from vllm.inflight.worker.delta.fill import fill
 from vllm.inflight.worker.delta.whole_tensors import DeltaTensors
@@ -110,7 +115,8 @@ class UpdateLoader:
         if shadow.log is not None:
             self._live = parameters_by_name(shadow.live)
             known = KnownDestinations.of(shadow.module)
-            self._comparison = Comparison(shadow.log, self._live, known)
+            tables = KnownTables.of(shadow.module)
+            self._comparison = Comparison(shadow.log, self._live, known, tables)
         shadow.take_processed = self._take_processed
         self.marks: Digests = {}
         """With delta staging: digests of the parameters of quantised layers."""
