@@ -20,7 +20,7 @@ from vllm.inflight.worker.shadow.change_log import ChangeLog
 
 CPU = torch.device("cpu")
 NOTHING = torch.empty(0)
-MOST_OPS = 14
+MOST_OPS = 10
 """Operators of torch that may be called for a batch."""
 
 
