@@ -119,7 +119,7 @@ def test_whole_tensors_are_compared_by_kernels_and_not_by_torch(
 ) -> None:
     compared: list[int] = []
 
-    def count(log: Any, known: dense.Known) -> None:
+    def count(log: Any, known: dense.KnownTable) -> None:
         compared.append(len(known.params))
         compare(log, known)
 

@@ -114,7 +114,7 @@ def _tensor_at(
     if not num:
         return tensor.view(shape)
     storage = torch._C._construct_storage_from_data_pointer(
-        address, device, num * dtype.itemsize
+        address, tensor.device, num * dtype.itemsize
     )
     strides = torch.empty(shape, dtype=dtype, device="meta").stride()
     return tensor.set_(storage, 0, shape, strides)

@@ -222,7 +222,7 @@ def _log(
         tl.atomic_add(sums + 2, num, sem="relaxed")
 
 
-class Group(NamedTuple):
+class Programs(NamedTuple):
     """Programs that are alike, and follow one another.
 
     Attributes:
@@ -255,7 +255,7 @@ class Table(NamedTuple):
     owners: torch.Tensor
     num_rows: int
     num_programs: int
-    groups: Sequence[Group]
+    groups: Sequence[Programs]
 
 
 class Counted(NamedTuple):

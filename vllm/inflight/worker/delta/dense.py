@@ -71,7 +71,7 @@ class Row(NamedTuple):
     """Size and both strides of each dimension, in elements."""
 
 
-class Known(NamedTuple):
+class KnownTable(NamedTuple):
     """A table of copies that were compared, for the next version in the same memory."""
 
     table: Table
@@ -95,8 +95,8 @@ class KnownTables:
     """
 
     def __init__(self) -> None:
-        self._now: dict[Key, Known] = {}
-        self._last: dict[Key, Known] = {}
+        self._now: dict[Key, KnownTable] = {}
+        self._last: dict[Key, KnownTable] = {}
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> Self:
@@ -109,7 +109,7 @@ class KnownTables:
         """Begin an update: what the last one has not used is forgotten."""
         self._now, self._last = {}, self._now
 
-    def find(self, key: Key, make: Callable[[], Known]) -> Known:
+    def find(self, key: Key, make: Callable[[], KnownTable]) -> KnownTable:
         """The table of some tensors; `make` makes it where it is not known."""
         if (known := self._now.get(key) or self._last.get(key)) is None:
             known = make()
@@ -168,7 +168,7 @@ class Comparison:
         for zeroed in places.entry.zeros:
             yield self._live[zeroed.param].data_ptr()
 
-    def _make(self, key: Key) -> Known:
+    def _make(self, key: Key) -> KnownTable:
         device = self._log.device
         zero = torch.zeros(1, dtype=torch.int64, device=device)
         rows = [row for each in key for row in self._rows(*each, zero)]
@@ -205,7 +205,7 @@ class Comparison:
             yield Row(zeroed.param, width, False, numbers, steps)
 
 
-def make_table(rows: Iterable[Row], zero: torch.Tensor) -> Known:
+def make_table(rows: Iterable[Row], zero: torch.Tensor) -> KnownTable:
     """The table of some copies, on the device of `zero`, their source of padding."""
     from vllm.inflight.worker.delta import compare_kernels as kernels
 
@@ -235,9 +235,9 @@ def make_table(rows: Iterable[Row], zero: torch.Tensor) -> Known:
     for (width, are_words), group in alike.items():
         num = int(num_programs[first : first + len(group)].sum())
         if num:
-            groups.append(kernels.Group(base, num, width, are_words))
+            groups.append(kernels.Programs(base, num, width, are_words))
         first, base = first + len(group), base + num
-    return Known(
+    return KnownTable(
         kernels.Table(on_device, owners, len(rows), base, groups),
         [row.param for row in rows],
         widths,
@@ -245,7 +245,7 @@ def make_table(rows: Iterable[Row], zero: torch.Tensor) -> Known:
     )
 
 
-def compare_on_device(log: ChangeLog, known: Known) -> None:
+def compare_on_device(log: ChangeLog, known: KnownTable) -> None:
     """Compare copies, and log what differs."""
     from vllm.inflight.worker.delta import compare_kernels as kernels
 
