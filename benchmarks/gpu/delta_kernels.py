@@ -32,7 +32,7 @@ from vllm.inflight.trainer.deltas import batches
 from vllm.inflight.trainer.deltas.delta import Delta, DeltaSearch
 from vllm.inflight.trainer.deltas.published import PublishedVersion, digests_of
 from vllm.inflight.update import TensorSpec
-from vllm.inflight.worker.delta.dense import Came, Comparison
+from vllm.inflight.worker.delta.dense import Came, Comparison, KnownTables
 from vllm.inflight.worker.delta.destinations import KnownDestinations
 from vllm.inflight.worker.delta.device_writer import (
     DeviceWriter,
@@ -213,7 +213,7 @@ def measure(gib: float, share: float) -> dict[str, Any]:
     if swap._is_back:
         swap()
     decoded.clear()
-    known, named = KnownDestinations(), list(new.items())
+    known, tables, named = KnownDestinations(), KnownTables(), list(new.items())
     came = [
         Came(name, place.entry, tensor)
         for place, (name, tensor) in zip(places, named, strict=True)
@@ -221,7 +221,7 @@ def measure(gib: float, share: float) -> dict[str, Any]:
 
     def compare() -> None:
         log.clear()
-        comparison = Comparison(log, live, known)
+        comparison = Comparison(log, live, known, tables)
         batch: list[Came] = []
         for each in came:
             batch.append(each)

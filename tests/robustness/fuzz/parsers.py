@@ -85,6 +85,7 @@ EXPORTS = {
     "places": [[0, 0], [0, 8], [0, 32]],
     "bases": [4096],
     "held": base64.b64encode(bytes(128)).decode(),
+    "gpus": ["GPU-1"],
 }
 TENSORS = {"a": torch.zeros(4), "b": torch.ones(2, 3, dtype=torch.bfloat16)}
 

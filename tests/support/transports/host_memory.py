@@ -43,6 +43,9 @@ class HostMemory:
         """
         self._freed.add(tensor.untyped_storage().data_ptr())
 
+    def gpu(self, device: torch.device) -> str:
+        return str(device)
+
     def settle(self, devices: Iterable[torch.device]) -> None:
         self.settled.append(set(devices))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,9 +25,10 @@ from vllm.inflight import upstream
 from vllm.inflight.errors import Cancelled, Malformed, TransferFault
 from vllm.inflight.transport.buckets.reassembly import Destination
 from vllm.inflight.transport.buckets.tensor_list import TensorList
-from vllm.inflight.transport.cuda_ipc import handles
+from vllm.inflight.transport.cuda_ipc import handles, lent_tensors
 from vllm.inflight.transport.cuda_ipc.driver import HANDLE_BYTES, CudaMemory
 from vllm.inflight.transport.cuda_ipc.handles import Exporter, Exports, Mappings
+from vllm.inflight.transport.cuda_ipc.receiver_engine import Reader
 
 ANOTHER = "another process"
 
@@ -279,6 +281,9 @@ def test_a_shutdown_while_it_reads_stops_it_before_memory_is_unmapped(
         ({"handles": [7]}, "a handle is 64 bytes in base64"),
         ({"bases": []}, "0 'bases' for 1 'handles'"),
         ({"bases": [-1]}, "'bases' is no number of bytes"),
+        ({"gpus": 1}, "lacks the list 'gpus'"),
+        ({"gpus": [7]}, "'gpus' does not name the GPU of each"),
+        ({"gpus": ["a", "b"]}, "'gpus' does not name the GPU of each"),
         ({"places": []}, "0 'places' for 1 tensors"),
         ({"places": [[0]]}, "is no place"),
         ({"places": [[1, 0]]}, "there is no handle 1, only 1"),
@@ -296,7 +301,7 @@ def test_exports_that_cannot_be_read_are_rejected_by_name(
 
 def test_a_tensor_without_a_handle_is_rejected(memory: HostMemory) -> None:
     info = lent({"a": torch.randn(40)}, memory)
-    info["exports"] |= {"handles": [], "bases": []}
+    info["exports"] |= {"handles": [], "bases": [], "gpus": []}
     with pytest.raises(Malformed, match="there is no handle 0"):
         receive(worker(memory), info)
 
@@ -385,3 +390,106 @@ def test_memory_of_unknown_size_is_unmapped_again(
     with pytest.raises(TransferFault, match="cuMemGetAddressRange"):
         cuda.map(bytes(HANDLE_BYTES))
     assert closed == [7]
+
+
+class Lending(Recorder):
+    """Takes the trainer's memory itself, where it is offered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: dict[str, int] = {}
+        self.batches: list[list[str]] = []
+        self.was_offered = False
+
+    def load_weights(self, weights: Any) -> None:
+        self.was_offered = hasattr(weights, "lend")
+        if not self.was_offered:
+            super().load_weights(weights)
+            return
+        weights.lend()
+        for batch in weights.batches():
+            self.batches.append([name for name, _ in batch])
+            self.addresses |= {name: tensor.data_ptr() for name, tensor in batch}
+            super().load_weights(iter(batch))
+
+
+def test_tensors_on_the_workers_own_gpu_can_be_read_where_they_lie(
+    memory: HostMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = tensors(7)
+    sizes = [tensor.nbytes for tensor in named.values()]
+    monkeypatch.setattr(lent_tensors, "AT_ONCE_BYTES", sum(sizes) // 3)
+    model = Lending()
+    engine = worker(memory, model)
+    for _ in range(2):
+        receive(engine, lent(named, memory))
+        assert digests(model.loaded.items()) == digests(named.items())
+    assert memory.copied == []
+    assert model.addresses == {
+        name: tensor.data_ptr() if tensor.numel() else 0
+        for name, tensor in named.items()
+    }
+    assert 2 * 2 < len(model.batches) < 2 * len(named)
+    assert [*dict.fromkeys(chain(*model.batches))] == list(named)
+
+
+@pytest.mark.parametrize("gpus", [["another"], []])
+def test_tensors_of_another_gpu_are_copied(memory: HostMemory, gpus: list[str]) -> None:
+    named = {"a": torch.randn(40)}
+    info, model = lent(named, memory), Lending()
+    info["exports"]["gpus"] = gpus
+    receive(worker(memory, model), info)
+    assert not model.was_offered and sum(memory.copied) == 160
+    assert digests(model.loaded.items()) == digests(named.items())
+
+
+def test_a_tensor_at_an_odd_address_is_copied(memory: HostMemory) -> None:
+    named, model = {"a": torch.randn(40)}, Lending()
+    info = lent(named, memory)
+    info["exports"]["places"] = [[0, 1]]
+    info["shapes"] = [[30]]
+    receive(worker(memory, model), info)
+    assert not model.was_offered and sum(memory.copied) == 120
+
+
+def test_memory_that_is_read_where_it_lies_stays_mapped_until_it_was_read(
+    memory: HostMemory,
+) -> None:
+    class Leaving(Lending):
+        def load_weights(self, weights: Any) -> None:
+            weights.lend()
+            batches = weights.batches()
+            next(batches)
+            engine.shutdown()
+            assert memory.mapped
+            for _ in batches:
+                raise AssertionError("a batch after the shutdown")
+
+    engine = worker(memory, Leaving())
+    lent_tensors_at_once = {str(n): torch.randn(40) for n in range(3)}
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(lent_tensors, "AT_ONCE_BYTES", 1)
+        with pytest.raises(TransferFault, match="was shut down"):
+            receive(engine, lent(lent_tensors_at_once, memory))
+    assert not memory.mapped
+
+
+def test_a_call_ends_only_after_the_stream_that_reads_lent_memory(
+    memory: HostMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the model raises: its kernels may be under way."""
+    seen: list[str] = []
+    for name in ("follow", "close"):
+        monkeypatch.setattr(Reader, name, lambda self, name=name: seen.append(name))
+
+    class Failing(Lending):
+        def load_weights(self, weights: Any) -> None:
+            super().load_weights(weights)
+            seen.append("raised")
+            raise ValueError("no")
+
+    engine = worker(memory, Failing())
+    seen.clear()
+    with pytest.raises(ValueError, match="no"):
+        receive(engine, lent({"a": torch.randn(40)}, memory))
+    assert seen[:3] == ["raised", "follow", "close"]

@@ -327,15 +327,16 @@ def compile_kernels() -> None:
     """Compile every kernel for a GPU that need not be there."""
     from vllm.inflight.worker.delta import compare_kernels as kernels
 
-    tables = {"rows": "*i64", "owners": "*i32"}
-    noted = {"num_units": "*i32", "units": "*i16"}
+    table = {"rows": "*i64", "owners": "*i32", "found": "*i32", "units": "*i16"}
+    numbers = dict.fromkeys(("base", "num_rows", "num_programs"), "i32")
+    logged_to = {"rooms": "*i64", "sums": "*i64"}
     for width, in_words in ((1, True), (2, True), (2, False), (8, False)):
         own = [*kernels._options(width, in_words=in_words).items()]
-        counts = tables | {"counts": "*i32"} | noted
-        compile_for_gpu(kernels._count, counts, [*own, ("LANES", kernels.LANES)])
-        logs = tables | {"ends": "*i64"} | noted | {"sums": "*i64"}
-        step = "STEP", kernels.NOTED_PER_STEP
-        compile_for_gpu(kernels._log, logs, [*own, step])
+        lanes = "LANES", kernels.LANES
+        compile_for_gpu(kernels._count, table | numbers, [*own, lanes])
+        more = [("STEP", kernels.NOTED_PER_STEP)]
+        more.append(("ROOM_COLUMNS", kernels.ROOM_COLUMNS))
+        compile_for_gpu(kernels._log, table | logged_to | numbers, [*own, *more])
 
 
 @pytest.mark.seconds

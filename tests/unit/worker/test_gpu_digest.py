@@ -195,3 +195,19 @@ def compile_kernels() -> None:
 @pytest.mark.seconds
 def test_the_digest_compiles_for_a_gpu(tmp_path):
     succeeds(f"{__name__}:compile_kernels", tmp_path)
+
+
+def test_tables_of_memory_that_no_longer_comes_are_dropped(monkeypatch):
+    """A trainer may lend other memory at each update."""
+    from vllm.inflight.ops import triton_kernels
+
+    monkeypatch.setattr(triton_kernels, "add_sums", lambda *_: None)
+    tables: audit_module.Tables = {}
+    lent = [torch.zeros(8) for _ in range(6)]
+    for tensor in lent:
+        digest = GpuDigest(torch.device("cpu"), tables)
+        digest.add([("a", tensor)])
+        digest.results()
+    assert len(tables) <= 2
+    (*_, last) = tables
+    assert last[0][0] == lent[-1].data_ptr()

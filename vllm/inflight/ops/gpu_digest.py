@@ -25,11 +25,14 @@ NUM_BAD = 2
 """Column in which the kernel counts non-finite values."""
 
 Pair = tuple[str, torch.Tensor]
-Tables = dict[tuple[tuple[int, int, int, int], ...], torch.Tensor | None]
+Places = tuple[tuple[int, int, int, int], ...]
 """The addresses of tensors, with their size, their limit of finite numbers and their
-first chunk → a table for the kernel.
+first chunk."""
+Tables = dict[Places, torch.Tensor | None]
+"""The table of the kernel for some tensors.
 
-A transport reuses its memory, so the same tables are needed over and over.
+A transport reuses its memory, so the same tables are needed over and over. A trainer
+that lends other memory at each update needs others: the older ones are dropped.
 """
 
 
@@ -64,6 +67,8 @@ class GpuDigest:
         self._served_as = served_as or (lambda name, dtype: None)
         self._tables = tables
         self._plan = plan
+        self._used: set[Places] = set()
+        """The tables that were used."""
         self._pages: list[torch.Tensor] = []
         self._num_rows = 0
         """Used rows of the last page."""
@@ -150,6 +155,7 @@ class GpuDigest:
             (t.data_ptr(), t.nbytes // 8, limit, self._first_bytes.get(name, 0) // 8)
             for (name, _), t, limit in zip(pairs, chunked, limits, strict=True)
         )
+        self._used.add(places)
         if places not in self._tables:
             if len(self._tables) >= MAX_TABLES:
                 self._tables.clear()
@@ -183,6 +189,9 @@ class GpuDigest:
             first = self._first_bytes.get(name, 0)
             a, b = a + COUNT * size, b + PLACE * size * (size + 2 * first)
             results.append((name, ops.Digest(a % 2**64, b % 2**64), bad))
+        if len(self._tables) > 2 * len(self._used) > 0:
+            for places in self._tables.keys() - self._used:
+                del self._tables[places]
         return results
 
 

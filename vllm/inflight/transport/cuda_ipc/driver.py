@@ -70,6 +70,10 @@ class SharedMemory(Protocol):
         """Wait for all work that this process has enqueued on these devices."""
         ...
 
+    def gpu(self, device: torch.device) -> str:
+        """A name of the GPU that all processes of the host have for it."""
+        ...
+
     def at(self, device: torch.device) -> AbstractContextManager[object]:
         """A context in which addresses are addresses of `device`."""
         ...
@@ -128,6 +132,10 @@ class CudaMemory:
             # The stream that wrote a tensor is not known here. An optimizer's thread
             # has a current stream of its own, and may gather on yet another.
             torch.cuda.synchronize(device)
+
+    def gpu(self, device: torch.device) -> str:
+        """The UUID of a GPU; its number may differ from process to process."""
+        return str(torch.cuda.get_device_properties(device).uuid)
 
     def at(self, device: torch.device) -> AbstractContextManager[object]:
         """Make `device` the current device of the calling thread."""

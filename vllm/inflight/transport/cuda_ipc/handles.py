@@ -55,6 +55,8 @@ class Exports:
     held: frozenset[bytes] = frozenset()
     """Handles of other allocations that were lent before and still exist. A worker
     keeps them mapped."""
+    gpus: tuple[str, ...] = ()
+    """The GPU of each allocation; empty where that is not known."""
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor], memory: SharedMemory) -> Self:
@@ -67,6 +69,7 @@ class Exports:
         allocations: dict[int, int] = {}
         handles: list[bytes] = []
         places: list[tuple[int, int]] = []
+        gpus: list[str] = []
         for tensor in tensors:
             if not tensor.numel():
                 places.append((0, 0))
@@ -78,6 +81,7 @@ class Exports:
                     if base not in allocations:
                         allocations[base] = len(handles)
                         handles.append(memory.export(base))
+                        gpus.append(memory.gpu(tensor.device))
             except TransferFault as error:
                 raise ValueError(
                     f"the memory of a tensor on {tensor.device} cannot be given to "
@@ -85,7 +89,10 @@ class Exports:
                     "expandable_segments:True, or use inflight_nccl"
                 ) from error
             places.append((allocations[base], address - base))
-        return cls(host(), process(), tuple(handles), tuple(places), tuple(allocations))
+        return cls(
+            *(host(), process(), tuple(handles), tuple(places), tuple(allocations)),
+            gpus=tuple(gpus),
+        )
 
     @classmethod
     def parse(cls, body: object, num_tensors: int) -> Self:
@@ -102,6 +109,10 @@ class Exports:
             raise ValueError(f"{len(bases)} 'bases' for {len(handles)} 'handles'")
         if len(places) != num_tensors:
             raise ValueError(f"{len(places)} 'places' for {num_tensors} tensors")
+        gpus = _list({"gpus": []} | body, "gpus")
+        are_texts = all(type(gpu) is str for gpu in gpus)
+        if not are_texts or len(gpus) not in (0, len(handles)):
+            raise ValueError("'gpus' does not name the GPU of each of the 'handles'")
         events = [_handle(text) for text in _list({"events": []} | body, "events")]
         return cls(
             body["host"],
@@ -111,6 +122,7 @@ class Exports:
             tuple(bases),
             tuple(events),
             _held(body.get("held", "")),
+            tuple(gpus),
         )
 
     @property
@@ -124,6 +136,7 @@ class Exports:
             "bases": list(self.bases),
             "events": [base64.b64encode(handle).decode() for handle in self.events],
             "held": base64.b64encode(b"".join(sorted(self.held))).decode(),
+            "gpus": list(self.gpus),
         }
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from threading import Lock
 from typing import Any
 
 import torch
@@ -23,10 +24,11 @@ from vllm.inflight.transport.buckets.buffers import (
     ONE_SET_BUCKETS,
 )
 from vllm.inflight.transport.buckets.plan import Bucket, plan
-from vllm.inflight.transport.buckets.receiver import Receiver
+from vllm.inflight.transport.buckets.receiver import Incoming, Receiver
 from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.transport.cuda_ipc.driver import CudaMemory, SharedMemory
 from vllm.inflight.transport.cuda_ipc.handles import Exports, Mappings
+from vllm.inflight.transport.cuda_ipc.lent_tensors import LentTensors, are_aligned
 from vllm.inflight.transport.group import CopyGroup, Pending, Terms, group_ended
 from vllm.inflight.transport.waiting import WaitLimit, check_timeout
 
@@ -141,6 +143,8 @@ class IpcEngine(StagedEngine):
     _receiver: Receiver | None = None
     _mappings: Mappings | None = None
     _memory: SharedMemory
+    _in_use: Lock
+    """Held while tensors are read where they lie. Their memory stays mapped then."""
 
     def init_transfer_engine(self, init_info: IpcInitInfo) -> None:
         """Allocate the buckets, which tensors without a destination go through.
@@ -175,6 +179,7 @@ class IpcEngine(StagedEngine):
                 f"{init_info.bucket_bytes} bytes; give smaller or fewer ones"
             ) from error
         self._reader, self._mappings, self._memory = reader, Mappings(memory), memory
+        self._in_use = Lock()
         self._timeout_s = init_info.timeout_s
 
     def start_weight_update(self) -> None:
@@ -203,16 +208,26 @@ class IpcEngine(StagedEngine):
             )
         tensor_list, lent = update_info.tensor_list, update_info.lent
         limit = WaitLimit(self._timeout_s, self._is_cancelled)
+        in_use, own = self._in_use, {self._memory.gpu(self.device)}
+        incoming: Incoming | LentTensors | None = None
         try:
             addresses = mappings.find(lent, tensor_list.sizes)
             reader.begin(tensor_list, addresses)
             for event in lent.events:
                 with self._memory.event(event) as has_passed:
                     limit.until(has_passed, "work of the trainer's GPU")
-            self.model.load_weights(receiver.tensors(tensor_list, limit))
+            incoming = receiver.tensors(tensor_list, limit)
+            if set(lent.gpus) == own and are_aligned(tensor_list, addresses):
+                incoming = LentTensors(incoming, reader, tensor_list, addresses, in_use)
+            self.model.load_weights(incoming)
         finally:
+            if isinstance(incoming, LentTensors):
+                incoming.end()
             reader.close()
             mappings.end_call()
+            with in_use:
+                if self._mappings is not mappings:  # shut down meanwhile
+                    mappings.close()
 
     def finish_weight_update(self) -> None:
         """Pack the last layers, and unmap memory that this update did not name."""
@@ -242,8 +257,12 @@ class IpcEngine(StagedEngine):
         self._reader = self._receiver = self._mappings = None
         if reader is not None:
             reader.abort("this transport was shut down")
-        if mappings is not None:
-            mappings.close()
+        if mappings is not None and self._in_use.acquire(blocking=False):
+            # Else the thread that reads closes them, once it has ended.
+            try:
+                mappings.close()
+            finally:
+                self._in_use.release()
 
     def _is_cancelled(self) -> bool:
         return self.cancelled()

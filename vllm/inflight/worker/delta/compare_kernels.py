@@ -2,6 +2,8 @@
 
 The first launch counts the elements that differ, so that the log can make room for
 them, and notes where they are. The second one logs them, and reads nothing else.
+Copies of different element widths, or that are not read in words, take launches of
+their own.
 
 Both read a tensor in words of 8 bytes, unless it is served in shorter runs. A unit is
 such a word, or one element.
@@ -9,6 +11,7 @@ such a word, or one element.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,11 +34,14 @@ The notes take a 32nd of the bytes of a tensor that is read in words."""
 NOTED_PER_STEP = 256
 """Noted units that a program of `log` reads at once."""
 
-COLUMNS = 9 + 3 * MOST_DIMS
+COLUMNS = 6 + 3 * MOST_DIMS
 """int64 values of a row: addresses of the tensor's part and of the parameter's view,
-number of units, number of the first program, offset of the view in the parameter;
-addresses of the offsets and of the bits in the log, and number of the first element
-there; the number of dimensions, and of each the size and both strides, in units."""
+number of units, number of the first program, offset of the view in the parameter; the
+number of dimensions, and of each the size and both strides, in units."""
+
+ROOM_COLUMNS = 3
+"""int64 values of the room of a row in the log: addresses of the offsets and of the
+bits, 0 where there is none, and number of the first element."""
 
 INTEGERS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
@@ -51,18 +57,18 @@ def _compared(row, unit, num, UNIT: tl.constexpr):
     left = unit.to(tl.uint32)
     start = tl.zeros_like(unit)
     to = tl.zeros_like(unit)
-    num_dims = tl.load(row + 8).to(tl.int32)
+    num_dims = tl.load(row + 5).to(tl.int32)
     # The last dimension changes fastest, and the first one takes what is left.
     for done in range(1, num_dims):
-        dim = row + 9 + 3 * (num_dims - done)
+        dim = row + 6 + 3 * (num_dims - done)
         size = tl.load(dim).to(tl.uint32)
         rest = left // size
         index = (left - rest * size).to(tl.int32)
         start += index * tl.load(dim + 1).to(tl.int32)
         to += index * tl.load(dim + 2).to(tl.int32)
         left = rest
-    start += left.to(tl.int32) * tl.load(row + 10).to(tl.int32)
-    to += left.to(tl.int32) * tl.load(row + 11).to(tl.int32)
+    start += left.to(tl.int32) * tl.load(row + 7).to(tl.int32)
+    to += left.to(tl.int32) * tl.load(row + 8).to(tl.int32)
     source = tl.load(row).to(tl.pointer_type(UNIT))
     view = tl.load(row + 1).to(tl.pointer_type(UNIT))
     new = tl.load(source + start, mask=inside, other=0)
@@ -86,14 +92,17 @@ def _num_differing(
 # No argument is specialised, because compiling holds the interpreter's lock. The kernel
 # that was compiled at start-up has to fit every tensor.
 @triton.jit(
-    do_not_specialize_on_alignment=["rows", "owners", "counts", "num_units", "units"]
+    do_not_specialize=["base", "num_rows", "num_programs"],
+    do_not_specialize_on_alignment=["rows", "owners", "found", "units"],
 )
 def _count(
     rows,
     owners,
-    counts,
-    num_units,
+    found,
     units,
+    base,
+    num_rows,
+    num_programs,
     WIDTH: tl.constexpr,
     INTEGER: tl.constexpr,
     UNIT: tl.constexpr,
@@ -103,8 +112,9 @@ def _count(
     MOST: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    program = tl.program_id(0)
-    row = rows + tl.load(owners + program).to(tl.int64) * COLUMNS
+    program = base + tl.program_id(0)
+    owner = tl.load(owners + program)
+    row = rows + owner.to(tl.int64) * COLUMNS
     num = tl.load(row + 2).to(tl.int32)
     first = (program - tl.load(row + 3).to(tl.int32)) * BLOCK
     notes = units + program.to(tl.int64) * MOST
@@ -121,22 +131,30 @@ def _count(
         both = tl.sum(differing | (has_any.to(tl.int32) << 16), 0)
         num_found += both & 0xFFFF
         num_noted += both >> 16
-    tl.store(counts + program, num_found)
-    tl.store(num_units + program, num_noted)
+    of_program = found + num_rows + program
+    # Programs take their places in the row as they come: a log has no order.
+    begin = tl.atomic_add(found + owner, num_found, sem="relaxed")
+    tl.store(of_program, begin)
+    tl.store(of_program + num_programs, num_found)
+    tl.store(of_program + 2 * num_programs, num_noted)
 
 
 @triton.jit(
+    do_not_specialize=["base", "num_rows", "num_programs"],
     do_not_specialize_on_alignment=[
-        *("rows", "owners", "ends", "num_units", "units", "sums")
-    ]
+        *("rows", "owners", "found", "units", "rooms", "sums")
+    ],
 )
 def _log(
     rows,
     owners,
-    ends,
-    num_units,
+    found,
     units,
+    rooms,
     sums,
+    base,
+    num_rows,
+    num_programs,
     WIDTH: tl.constexpr,
     INTEGER: tl.constexpr,
     UNIT: tl.constexpr,
@@ -145,27 +163,28 @@ def _log(
     STEP: tl.constexpr,
     MOST: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ROOM_COLUMNS: tl.constexpr,
 ):
     """Log what differs, and no more elements than were counted.
 
     What is served may change between both launches, by a rollback after an abort. Then
     other elements differ than were counted, and nothing is written beyond their room.
     """
-    program = tl.program_id(0)
-    row = rows + tl.load(owners + program).to(tl.int64) * COLUMNS
-    first_program = tl.load(row + 3).to(tl.int32)
-    # `ends` has a zero before the count of the first program.
-    begin = tl.load(ends + program)
-    num = tl.load(ends + program + 1) - begin
-    begin -= tl.load(ends + first_program)
-    if (num > 0) & (tl.load(row + 5) != 0):
-        first = (program - first_program) * BLOCK
+    program = base + tl.program_id(0)
+    owner = tl.load(owners + program).to(tl.int64)
+    row = rows + owner * COLUMNS
+    room = rooms + owner * ROOM_COLUMNS
+    of_program = found + num_rows + program
+    begin = tl.load(of_program).to(tl.int64)
+    num = tl.load(of_program + num_programs).to(tl.int64)
+    if (num > 0) & (tl.load(room) != 0):
+        first = (program - tl.load(row + 3).to(tl.int32)) * BLOCK
         in_row = tl.load(row + 2).to(tl.int32)
         offset = tl.load(row + 4).to(tl.int32)
-        offsets = tl.load(row + 5).to(tl.pointer_type(tl.int32)) + begin
-        bits = tl.load(row + 6).to(tl.pointer_type(INTEGER)) + begin
-        place = tl.load(row + 7) + begin
-        noted = tl.load(num_units + program)
+        offsets = tl.load(room).to(tl.pointer_type(tl.int32)) + begin
+        bits = tl.load(room + 1).to(tl.pointer_type(INTEGER)) + begin
+        place = tl.load(room + 2) + begin
+        noted = tl.load(of_program + 2 * num_programs)
         notes = units + program.to(tl.int64) * MOST
         is_noted = noted <= MOST
         num_noted = tl.where(is_noted, noted, 0)
@@ -203,19 +222,54 @@ def _log(
         tl.atomic_add(sums + 2, num, sem="relaxed")
 
 
-class Counted(NamedTuple):
-    """What `count` finds.
+class Programs(NamedTuple):
+    """Programs that are alike, and follow one another.
 
     Attributes:
-        ends: elements that differ up to the end of each program, after a zero; int64
-            [programs + 1].
-        num_units: units that differ, of each program; int32 [programs].
-        units: their numbers in the program; int16 [programs, MOST_NOTED].
+        base: number of the first one.
+        num: how many.
+        width: bytes of an element.
+        in_words: whether the units are words of 8 bytes.
 
     """
 
-    ends: torch.Tensor
-    num_units: torch.Tensor
+    base: int
+    num: int
+    width: int
+    in_words: bool
+
+
+class Table(NamedTuple):
+    """Copies that are compared at once.
+
+    Attributes:
+        rows: int64 [copies, COLUMNS], flat, on the GPU.
+        owners: the row of each program; int32.
+        num_rows: copies.
+        num_programs: programs.
+        groups: all programs.
+
+    """
+
+    rows: torch.Tensor
+    owners: torch.Tensor
+    num_rows: int
+    num_programs: int
+    groups: Sequence[Programs]
+
+
+class Counted(NamedTuple):
+    """What `count` finds, int32.
+
+    Attributes:
+        found: elements that differ in each copy. Then three numbers for each program,
+            one after the other for all of them: its first element among those of its
+            copy, its elements that differ, and its units that differ.
+        units: numbers of these units in the program; int16 [programs, MOST_NOTED].
+
+    """
+
+    found: torch.Tensor
     units: torch.Tensor
 
 
@@ -231,53 +285,38 @@ def _options(width: int, *, in_words: bool) -> dict[str, Any]:
     }
 
 
-def count(
-    rows: torch.Tensor, owners: torch.Tensor, width: int, *, in_words: bool
-) -> Counted:
-    """Count the elements that differ.
-
-    Args:
-        rows: int64 [copies, COLUMNS] on the GPU.
-        owners: the row of each program; int32.
-        width: bytes of an element.
-        in_words: whether the units are words of 8 bytes.
-
-    """
-    num, device = len(owners), rows.device
-    counts = torch.zeros(num + 1, dtype=torch.int32, device=device)
-    num_units = torch.empty(num, dtype=torch.int32, device=device)
+def count(table: Table) -> Counted:
+    """Count the elements that differ."""
+    device = table.rows.device
+    num_rows, num = table.num_rows, table.num_programs
+    found = torch.zeros(num_rows + 3 * num, dtype=torch.int32, device=device)
     units = torch.empty((num, MOST_NOTED), dtype=torch.int16, device=device)
-    _count[(num,)](
-        *(rows, owners, counts[1:], num_units, units),
-        **_options(width, in_words=in_words),
-        LANES=LANES,
-    )
-    return Counted(counts.cumsum(0, dtype=torch.int64), num_units, units)
+    for group in table.groups:
+        _count[(group.num,)](
+            *(table.rows, table.owners, found, units, group.base, num_rows, num),
+            **_options(group.width, in_words=group.in_words),
+            LANES=LANES,
+        )
+    return Counted(found, units)
 
 
 def log(
-    rows: torch.Tensor,
-    owners: torch.Tensor,
-    found: Counted,
-    sums: torch.Tensor,
-    width: int,
-    *,
-    in_words: bool,
+    table: Table, counted: Counted, rooms: torch.Tensor, sums: torch.Tensor
 ) -> None:
     """Log the elements that differ, with the bits that the update brings.
 
     Args:
-        rows: as of `count`, with addresses of the log; an address of 0 for a row that
-            there is no room for.
-        owners: as of `count`.
-        found: what `count` returned.
+        table: as of `count`.
+        counted: what `count` returned.
+        rooms: int64 [copies, ROOM_COLUMNS], the room of each copy in the log.
         sums: of the log, see change_log.py.
-        width: bytes of an element.
-        in_words: as of `count`.
 
     """
-    _log[(len(owners),)](
-        *(rows, owners, *found, sums),
-        **_options(width, in_words=in_words),
-        STEP=NOTED_PER_STEP,
-    )
+    for group in table.groups:
+        _log[(group.num,)](
+            *(table.rows, table.owners, *counted, rooms, sums),
+            *(group.base, table.num_rows, table.num_programs),
+            **_options(group.width, in_words=group.in_words),
+            STEP=NOTED_PER_STEP,
+            ROOM_COLUMNS=ROOM_COLUMNS,
+        )

@@ -5,15 +5,15 @@ would make. Only the elements that differ enter the log. Nothing has to be known
 version that is served, and nothing else of the tensor is kept.
 
 On a GPU all tensors of a batch are compared by two launches, with the padding that
-their loaders fill with zero. Copies that the kernels do not follow are compared by
-torch, as on the host.
+their loaders fill with zero. The host waits once, for the room that a batch takes in
+the log. Copies that the kernels do not follow are compared by torch, as on the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -30,9 +30,14 @@ from vllm.inflight.worker.delta.destinations import (
     is_short,
     steps_of,
 )
+from vllm.inflight.worker.model_state import ModelState, recall
 from vllm.inflight.worker.replay_plan import Entry, View
 from vllm.inflight.worker.shadow.change_log import ChangeLog
 from vllm.inflight.worker.shadow.changed_elements import elements
+from vllm.inflight.worker.shadow.log_entries import Numbers
+
+if TYPE_CHECKING:  # Triton is not everywhere
+    from vllm.inflight.worker.delta.compare_kernels import Table
 
 PIECE = 1 << 24
 """Elements that torch compares at once; each that differs takes up to 40 bytes of
@@ -66,6 +71,52 @@ class Row(NamedTuple):
     """Size and both strides of each dimension, in elements."""
 
 
+class KnownTable(NamedTuple):
+    """A table of copies that were compared, for the next version in the same memory."""
+
+    table: Table
+    params: list[str]
+    """The parameter of each copy."""
+    widths: Numbers
+    """Bytes of an element of each."""
+    zero: torch.Tensor
+    """The source of padding, which lives as long as its address is used."""
+
+
+Key = tuple[tuple[Destinations, tuple[int, ...]], ...]
+"""Where some tensors are served; the address of each, and those of its parameters."""
+
+
+class KnownTables:
+    """The tables of this update and of the last one; kept on the module that is loaded.
+
+    A transport uses its memory again, and a trainer lends the same. So the tables of
+    one version fit the next.
+    """
+
+    def __init__(self) -> None:
+        self._now: dict[Key, KnownTable] = {}
+        self._last: dict[Key, KnownTable] = {}
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> Self:
+        """What is known of a module."""
+        if (known := recall(module, cls)) is None:
+            ModelState.of(module).set(known := cls())
+        return known
+
+    def begin(self) -> None:
+        """Begin an update: what the last one has not used is forgotten."""
+        self._now, self._last = {}, self._now
+
+    def find(self, key: Key, make: Callable[[], KnownTable]) -> KnownTable:
+        """The table of some tensors; `make` makes it where it is not known."""
+        if (known := self._now.get(key) or self._last.get(key)) is None:
+            known = make()
+        self._now[key] = known
+        return known
+
+
 class Comparison:
     """Compares what comes with what is served.
 
@@ -73,6 +124,7 @@ class Comparison:
         log: of the rank.
         live: the live parameters, by name.
         known: where the tensors of the model are served.
+        tables: of earlier updates.
 
     """
 
@@ -81,15 +133,16 @@ class Comparison:
         log: ChangeLog,
         live: Mapping[str, torch.Tensor],
         known: KnownDestinations,
+        tables: KnownTables | None = None,
     ) -> None:
         self._log, self._live, self._known = log, live, known
         self._has_kernels = log.device.type == "cuda"
-        self._zero = torch.zeros(1, dtype=torch.int64, device=log.device)
-        """The source of all padding, with a stride of 0."""
+        self._tables = KnownTables() if tables is None else tables
+        self._has_begun = False
 
     def log_differences(self, batch: Iterable[Came]) -> None:
         """Log the elements in which these tensors differ from what is served."""
-        rows: dict[tuple[int, bool], list[Row]] = {}
+        followed: list[tuple[Destinations, torch.Tensor]] = []
         for came in batch:
             places = None
             if self._has_kernels:
@@ -97,10 +150,29 @@ class Comparison:
             if places is None or not self._can_follow(places, came.tensor):
                 log_differences(self._log, self._live, came.entry, came.tensor)
                 continue
-            for row in self._rows(places, came.tensor):
-                rows.setdefault((row.width, row.in_words), []).append(row)
-        for (width, in_words), alike in rows.items():
-            compare_on_device(self._log, alike, width, in_words=in_words)
+            followed.append((places, came.tensor))
+        if not followed:
+            return
+        if not self._has_begun:
+            self._has_begun = True
+            self._tables.begin()
+        key = tuple(
+            (places, (tensor.data_ptr(), *self._addresses(places)))
+            for places, tensor in followed
+        )
+        compare_on_device(self._log, self._tables.find(key, lambda: self._make(key)))
+
+    def _addresses(self, places: Destinations) -> Iterator[int]:
+        for copied in places.entry.copies:
+            yield self._live[copied.param].data_ptr()
+        for zeroed in places.entry.zeros:
+            yield self._live[zeroed.param].data_ptr()
+
+    def _make(self, key: Key) -> KnownTable:
+        device = self._log.device
+        zero = torch.zeros(1, dtype=torch.int64, device=device)
+        rows = [row for each in key for row in self._rows(*each, zero)]
+        return make_table(rows, zero)
 
     def _can_follow(self, places: Destinations, tensor: torch.Tensor) -> bool:
         sizes = [tensor.numel(), *(prod(z.view[1]) for z in places.entry.zeros)]
@@ -108,64 +180,88 @@ class Comparison:
         is_small &= all(is_short(zeroed.view) for zeroed in places.entry.zeros)
         return is_small and tensor.device == self._log.device
 
-    def _rows(self, places: Destinations, tensor: torch.Tensor) -> Iterable[Row]:
-        width, start = tensor.element_size(), tensor.data_ptr()
-        for copied, steps, run in zip(
-            places.copies, places.steps.tolist(), places.runs.tolist(), strict=True
+    def _rows(
+        self, places: Destinations, addresses: tuple[int, ...], zero: torch.Tensor
+    ) -> Iterator[Row]:
+        entry = places.entry
+        width, (start, *params) = entry.dtype.itemsize, addresses
+        for copied, steps, run, param in zip(
+            *(entry.copies, places.steps.tolist(), places.runs.tolist()),
+            params[: len(entry.copies)],
+            strict=True,
         ):
-            num = prod(copied.part[1])
-            source = start + width * steps[0]
-            view = self._live[copied.param].data_ptr() + width * steps[1]
+            source, view = start + width * steps[0], param + width * steps[1]
             in_words = not (width * run % WORD or source % WORD or view % WORD)
-            numbers = [source, view, num, 0, steps[1]]
-            if num:
-                yield Row(copied.param, width, in_words, numbers, steps[2:])
-        for zeroed in places.entry.zeros:
+            numbers = [source, view, prod(copied.part[1]), 0, steps[1]]
+            yield Row(copied.param, width, in_words, numbers, steps[2:])
+        for zeroed, param in zip(entry.zeros, params[len(entry.copies) :], strict=True):
             offset, shape, _ = zeroed.view
             width = self._live[zeroed.param].element_size()
-            view = self._live[zeroed.param].data_ptr() + width * offset
-            numbers = [self._zero.data_ptr(), view, prod(shape), 0, offset]
+            view = param + width * offset
+            # With a stride of 0.
+            numbers = [zero.data_ptr(), view, prod(shape), 0, offset]
             nowhere = 0, shape, (0,) * len(shape)
             steps = steps_of(nowhere, zeroed.view)[2:]
             yield Row(zeroed.param, width, False, numbers, steps)
 
 
-def compare_on_device(
-    log: ChangeLog, rows: Sequence[Row], width: int, *, in_words: bool
-) -> None:
-    """Compare copies of one element width, and log what differs."""
+def make_table(rows: Iterable[Row], zero: torch.Tensor) -> KnownTable:
+    """The table of some copies, on the device of `zero`, their source of padding."""
     from vllm.inflight.worker.delta import compare_kernels as kernels
 
+    alike: dict[tuple[int, bool], list[Row]] = {}
+    for row in rows:
+        alike.setdefault((row.width, row.in_words), []).append(row)
+    rows = [row for group in alike.values() for row in group]
+    widths = np.array([row.width for row in rows], dtype=np.int64)
+    in_words = np.array([row.in_words for row in rows], dtype=bool)
     table = np.zeros((len(rows), kernels.COLUMNS), dtype=np.int64)
     table[:, :5] = [row.numbers for row in rows]
-    table[:, 9:] = [row.steps for row in rows]
+    table[:, 6:] = [row.steps for row in rows]
     # The dimensions that are longer than one come first.
-    dims = table[:, 9:].reshape(len(rows), MOST_DIMS, 3)
+    dims = table[:, 6:].reshape(len(rows), MOST_DIMS, 3)
     last = np.maximum((dims[:, :, 0] > 1).sum(1), 1) - 1
-    table[:, 8] = last + 1
-    if (pieces := WORD // width if in_words else 1) > 1:
-        at = np.arange(len(rows)), last
-        table[:, 2] //= pieces
-        dims[*at, 0] //= pieces
-        dims[:, :, 1:] //= pieces
-        dims[*at, 1:] = 1
-        table[:, 9:] = dims.reshape(len(rows), -1)
+    table[:, 5] = last + 1
+    pieces = np.where(in_words, WORD // widths, 1)
+    table[:, 2] //= pieces
+    at = np.arange(len(rows)), last
+    dims[*at, 0] //= pieces
+    dims[:, :, 1:] //= pieces[:, None, None]
+    dims[*at, 1:] = np.where((pieces > 1)[:, None], 1, dims[*at, 1:])
+    table[:, 6:] = dims.reshape(len(rows), -1)
     num_programs = -(-table[:, 2] // kernels.BLOCK)
-    on_device, owners = launch_table(table, 3, num_programs, log.device)
-    found = kernels.count(on_device, owners, width, in_words=in_words)
-    firsts = torch.cat((found.ends[on_device[:, 3]], found.ends[-1:]))
+    on_device, owners = launch_table(table, 3, num_programs, zero.device)
+    groups, first, base = [], 0, 0
+    for (width, are_words), group in alike.items():
+        num = int(num_programs[first : first + len(group)].sum())
+        if num:
+            groups.append(kernels.Programs(base, num, width, are_words))
+        first, base = first + len(group), base + num
+    return KnownTable(
+        kernels.Table(on_device, owners, len(rows), base, groups),
+        [row.param for row in rows],
+        widths,
+        zero,
+    )
+
+
+def compare_on_device(log: ChangeLog, known: KnownTable) -> None:
+    """Compare copies, and log what differs."""
+    from vllm.inflight.worker.delta import compare_kernels as kernels
+
+    counted = kernels.count(known.table)
     # This waits until they are counted: the log has to know how much room they take.
-    counts = np.diff(to_host(firsts).numpy())
+    counts = to_host(counted.found[: known.table.num_rows]).numpy().astype(np.int64)
     differ = np.flatnonzero(counts)
     if not len(differ):
         return
-    params = [rows[number].param for number in differ.tolist()]
-    widths = np.full(len(differ), width, dtype=np.int64)
-    if (reserved := log.reserve_all(params, counts[differ], widths)) is not None:
-        table[differ, 5:8] = np.stack(reserved, 1)
-        on_device = to_device(table, log.device)
-        sums = log.sums_on_device()
-        kernels.log(on_device, owners, found, sums, width, in_words=in_words)
+    params = [known.params[number] for number in differ.tolist()]
+    reserved = log.reserve_all(params, counts[differ], known.widths[differ])
+    if reserved is not None:
+        rooms = np.zeros((len(counts), kernels.ROOM_COLUMNS), dtype=np.int64)
+        rooms[differ] = np.stack(reserved, 1)
+        on_device = to_device(rooms, log.device)
+        kernels.log(known.table, counted, on_device, log.sums_on_device())
 
 
 def log_differences(
@@ -265,5 +361,5 @@ def warm(device: torch.device, dtypes: set[torch.dtype]) -> None:
         steps = [WORD, 1, 1, *[1, 1 << 62, 0] * 3]
         for in_words in (True, False):
             row = Row("", width, in_words, numbers, steps)
-            compare_on_device(log, [row], width, in_words=in_words)
+            compare_on_device(log, make_table([row], new))
         torch.cuda.current_stream(device).synchronize()

@@ -34,7 +34,12 @@ from vllm.inflight.transport.buckets.reassembly import Destination
 from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.update import Manifest, TensorSpec
 from vllm.inflight.worker.adopted_call import require_in_time
-from vllm.inflight.worker.delta.dense import Came, Comparison, log_parameter
+from vllm.inflight.worker.delta.dense import (
+    Came,
+    Comparison,
+    KnownTables,
+    log_parameter,
+)
 from vllm.inflight.worker.delta.destinations import KnownDestinations
 from vllm.inflight.worker.delta.fill import fill
 from vllm.inflight.worker.delta.whole_tensors import DeltaTensors
@@ -110,7 +115,8 @@ class UpdateLoader:
         if shadow.log is not None:
             self._live = parameters_by_name(shadow.live)
             known = KnownDestinations.of(shadow.module)
-            self._comparison = Comparison(shadow.log, self._live, known)
+            tables = KnownTables.of(shadow.module)
+            self._comparison = Comparison(shadow.log, self._live, known, tables)
         shadow.take_processed = self._take_processed
         self.marks: Digests = {}
         """With delta staging: digests of the parameters of quantised layers."""
@@ -146,6 +152,8 @@ class UpdateLoader:
             if dtype in PLAIN
         }
         """The dtypes of parameters that tensors of another dtype are converted to."""
+        self._is_lent = False
+        """Whether a trainer may write into the tensors of the call under way."""
         self._transport_error: Exception | None = None
         self._current: str | None = None
         """The tensor that the model's loader got last."""
@@ -323,6 +331,7 @@ class UpdateLoader:
                 raise Cancelled("the update was aborted")
             with undirected():
                 accepted = self._accepted(batch)
+            lent = [*accepted] if self._is_lent else []
             accepted = self._without_head(accepted)
             with undirected():
                 fresh = self._replay(accepted)
@@ -331,6 +340,8 @@ class UpdateLoader:
                 coverage.watch_loaders()
             while fresh:
                 name, tensor = fresh.pop(0)
+                if lent:  # a loader may keep what it gets
+                    tensor = tensor.clone()
                 if self._checks.is_not_asked_about(name):
                     self._checks.note_unknown(name)
                     continue
@@ -375,6 +386,11 @@ class UpdateLoader:
                 # A transport reuses memory that no tensor refers to.
                 coverage.handed = coverage.entry = None
                 del tensor
+            if lent and self._verify:
+                # What was logged is what was digested before, unless the trainer has
+                # written in between. Then this digest is another one.
+                with undirected():
+                    self._gpu_digest.add(lent)
             self._progress(self.num_bytes, self._checks.num_seen)
 
     def _take_computed(self, name: str, tensor: torch.Tensor) -> None:
@@ -549,6 +565,10 @@ class UpdateLoader:
         if (into := getattr(weights, "into", None)) is not None:
             with undirected():
                 into(self._place)
+        lend = getattr(weights, "lend", None) if self._may_be_lent else None
+        self._is_lent = lend is not None
+        if lend is not None:
+            lend()
         batches = make() if make else ([pair] for pair in weights)
         while True:
             try:
@@ -561,6 +581,13 @@ class UpdateLoader:
             if batch is None:
                 return
             yield batch
+
+    @property
+    def _may_be_lent(self) -> bool:
+        """Whether whole tensors are only compared, so that nobody writes or keeps
+        them."""
+        is_compared = self._comparison is not None and not self._fills
+        return is_compared and not self.is_delta
 
     def _place(
         self, sent_name: str, shape: tuple[int, ...], dtype: torch.dtype

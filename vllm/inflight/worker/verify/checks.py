@@ -355,6 +355,9 @@ class TensorChecks:
     ) -> bool:
         """Whether the content of a tensor is the announced one, and can be served.
 
+        A tensor that is read where its trainer has it is judged twice, and has to be
+        the same.
+
         Args:
             name: of the tensor.
             digest: of the content that came.
@@ -362,10 +365,15 @@ class TensorChecks:
             served_as: that dtype, if it is another than the tensor's.
 
         """
+        first = self._digests.get(name, ops.Digest.ZERO)
         self._digests[name] = digest
         spec = self._manifest.tensors.get(name)
         if spec is not None and spec.digest not in (None, digest.hex()):
             why = f"its digest is {digest.hex()}, announced was {spec.digest}"
+            self.note_wrong(name, Cause.DIGEST, why)
+            return False
+        if first not in (ops.Digest.ZERO, digest):
+            why = "its trainer has changed it while it was read"
             self.note_wrong(name, Cause.DIGEST, why)
             return False
         if num_nonfinite and not self._allow_nonfinite:
