@@ -14,8 +14,9 @@ import json
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +40,30 @@ EVERY_S = 0.02
 TRAINER = "benchmarks.gpu.trainer"
 
 
+def held_by(pids: Collection[int]) -> int:
+    """Bytes of GPUs that processes hold, as the driver tells.
+
+    Raises:
+        RuntimeError: the driver knows none of these processes.
+
+    """
+    pynvml.nvmlInit()
+    gpus = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+    every = chain.from_iterable(map(pynvml.nvmlDeviceGetComputeRunningProcesses, gpus))
+    held = [found.usedGpuMemory for found in every if found.pid in pids]
+    if not held or None in held:
+        raise RuntimeError(
+            "the driver does not tell what these processes hold of a GPU; in a "
+            "container it may know them by other numbers: share those of the host"
+        )
+    return sum(held)
+
+
 def taken(process: ArmProcess) -> int:
     """Bytes of the GPU that the engine's processes hold."""
     top = psutil.Process(process.pid)
     family = [top, *top.children(recursive=True)]
-    own = {each.pid for each in family if TRAINER not in each.cmdline()}
-    gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
-    each = pynvml.nvmlDeviceGetComputeRunningProcesses(gpu)
-    return sum(found.usedGpuMemory for found in each if found.pid in own)
+    return held_by({each.pid for each in family if TRAINER not in each.cmdline()})
 
 
 @contextmanager
@@ -103,7 +120,6 @@ def main() -> None:
         "BENCH_ENGINE": json.dumps(ENGINE),
     }
     gpus = require_gpus(options.shape)
-    pynvml.nvmlInit()
     report: dict[str, Any] = {"machine": facts() | {"gpus": gpus}, "bytes": {}}
     for name in options.arms:
         found = report["bytes"][name] = measure(name, options)

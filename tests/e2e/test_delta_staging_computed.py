@@ -127,6 +127,30 @@ def test_a_tensor_that_nothing_can_be_computed_of_is_rejected_by_name(
     oracle.check(llm, folder)
 
 
+@pytest.mark.parametrize("error", [KeyError, ValueError])
+def test_a_known_tensor_that_its_loader_rejects_is_not_called_unknown(
+    llm, folder, monkeypatch, error
+):
+    model = type(shadow_of(llm).module)
+    load = model.load_weights
+
+    def rejecting(self, weights):
+        def checked():
+            for name, tensor in weights:
+                if name == LOGARITHM:
+                    raise error("it is not as it should be")
+                yield name, tensor
+
+        return load(self, checked())
+
+    monkeypatch.setattr(model, "load_weights", rejecting)
+    with pytest.raises(WeightsMismatch, match="it is not as it should be") as rejection:
+        llm.update_weights_from_disk(str(folder), "wrong")
+    assert rejection.value.tensors == [LOGARITHM]
+    assert "unknown" not in str(rejection.value)
+    assert "nearest" not in str(rejection.value)
+
+
 def follow_deltas(llm: Any, folder: Path, weights: Tensors, to: Path) -> None:
     """Assert that an engine follows a chain of deltas, back, and on again."""
     with Publisher(llm, lambda: weights, delta="always") as publisher:

@@ -13,18 +13,21 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.memory import held_by
 from tests.support.engines.script import OPTIONS, tell
 
 KV_BYTES = 1 << 30
 
 
 def taken() -> int:
-    """Bytes of the GPU that are not free, but for what torch keeps for itself."""
+    """Bytes of the GPU that this process holds, but for what torch keeps for itself.
+
+    What other processes take meanwhile does not count.
+    """
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    return total - free
+    return held_by({os.getpid()})
 
 
 def main(staging: str, old: Path, new: Path) -> None:

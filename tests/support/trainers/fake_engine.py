@@ -88,6 +88,7 @@ class StandIn:
         served: the tensors that were committed last.
         digest: of what it stages, as it tells it; None: not known.
         base: of what it serves below that.
+        dtype: of what it serves, as it tells it; None: not known.
 
     """
 
@@ -103,6 +104,7 @@ class StandIn:
         self.served: dict[str, torch.Tensor] = {}
         self.digest: str | None = "0" * 32
         self.base = "start"
+        self.dtype: str | None = None
         self.key: str | None = None
         self.version: dict[str, Any] = {
             "weight_version": "default",
@@ -294,9 +296,9 @@ class StandIn:
                 update.num_chunks = 1
             return self._commit(update, body) | {"update_id": update.update_id}
         if path == "/weight_info":
-            return (
-                UNKNOWN | self.version | {"previous": self._before and self._before[0]}
-            )
+            told = {"staging": {"dtype": self.dtype}}
+            before = {"previous": self._before and self._before[0]}
+            return UNKNOWN | self.version | told | before
         if path == NAMES:
             told = [
                 {

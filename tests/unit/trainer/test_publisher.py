@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -268,6 +269,42 @@ def test_a_wrong_mode_or_label_is_rejected_before_anything_is_sent(engine):
 
 
 @pytest.mark.seconds
+def served(engine) -> torch.dtype:
+    return engine.served["a.weight"].dtype
+
+
+def test_an_engine_that_starts_again_gets_its_weights_in_the_dtype_that_it_has_then(
+    engine,
+):
+    """All of these versions are whole: the stand-in serves none of known digest."""
+    engine.dtype = "bfloat16"
+    with publisher(engine) as to:
+        to.publish()
+        assert served(engine) is torch.float32
+        for _ in range(2):
+            to.publish()
+            assert served(engine) is torch.bfloat16
+        engine.dtype = "float32"  # this and the next publish tell of it
+        to.publish()
+        to.publish()
+        assert served(engine) is torch.float32
+
+
+def test_nobody_waits_for_an_engine_that_does_not_tell_its_dtype(engine):
+    engine.dtype = "bfloat16"
+    engine.held["/weight_info"] = threading.Event()
+    with publisher(engine) as to:
+        for _ in range(2):
+            began = time.monotonic()
+            to.publish()
+            assert time.monotonic() - began < 2
+        assert served(engine) is torch.float32
+        engine.held.pop("/weight_info").set()
+        to.publish()
+        to.publish()
+    assert served(engine) is torch.bfloat16
+
+
 def test_the_trainers_side_imports_nothing_of_the_engine():
     code = """if True:
         import sys

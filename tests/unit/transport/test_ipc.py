@@ -174,13 +174,30 @@ def test_memory_of_the_first_call_stays_mapped_though_its_first_write_comes_late
 
 
 @pytest.mark.usefixtures("packs_nothing")
-def test_memory_of_an_unfinished_update_is_unmapped_by_the_next_update(
+def test_an_aborted_update_unmaps_what_the_trainer_has_no_more(
+    memory: HostMemory,
+) -> None:
+    engine = worker(memory)
+    whole, broken = {"a": torch.randn(40)}, {"a": torch.randn(41)}
+    engine.start_weight_update()
+    receive(engine, lent(whole, memory))
+    engine.finish_weight_update()
+    engine.abort_weight_update()  # of an update that was rejected at once
+    assert memory.mapped == {whole["a"].data_ptr()}
+    receive(engine, lent(broken, memory))
+    engine.abort_weight_update()
+    assert memory.mapped == {broken["a"].data_ptr()}
+
+
+@pytest.mark.usefixtures("packs_nothing")
+def test_memory_of_an_aborted_update_is_unmapped_by_the_next_update(
     memory: HostMemory,
 ) -> None:
     engine = worker(memory)
     broken, second = {"a": torch.randn(40)}, {"a": torch.randn(41)}
     engine.start_weight_update()
     receive(engine, lent(broken, memory))
+    engine.abort_weight_update()
     engine.start_weight_update()
     receive(engine, lent(second, memory))
     engine.finish_weight_update()
@@ -359,13 +376,12 @@ def test_a_failed_unmap_does_not_keep_other_memory_mapped(
         raise next(failing)
 
     monkeypatch.setattr(memory, "unmap", unmapped)
-    mappings.end_call()
-    mappings.begin()
+    mappings.end_update()
     mappings.find(
         Exports.parse(lent({"d": torch.randn(9)}, memory)["exports"], 1), [36]
     )
     with pytest.raises(TransferFault, match="first"):
-        mappings.drop_unnamed()
+        mappings.end_update()
     assert (len(mappings), len(memory.mapped)) == (1, 1)
 
 

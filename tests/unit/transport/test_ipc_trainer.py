@@ -316,7 +316,7 @@ def test_no_memory_that_a_trainer_has_is_unmapped_while_it_sends_deltas(
     name = max(named, key=lambda one: named[one].nbytes)
     for _ in range(4):
         lender.send_weights()
-        client.engine._mappings.drop_unnamed()  # as an update ends
+        client.engine._mappings.end_update()
         named[name].view(-1).view(torch.uint8)[0] += 1
     assert memory.num_maps > 3
     assert unmapped == []

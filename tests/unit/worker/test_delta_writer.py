@@ -15,6 +15,7 @@ from tests.support.shadow_on_host import Sets, shows, version
 from vllm.inflight import ops
 from vllm.inflight.delta import Encoder
 from vllm.inflight.delta.parts import named
+from vllm.inflight.engine.update.cut_tensors import problem
 from vllm.inflight.engine.update.ranks import agree
 from vllm.inflight.errors import (
     Cancelled,
@@ -24,7 +25,7 @@ from vllm.inflight.errors import (
 )
 from vllm.inflight.messages import Status
 from vllm.inflight.update import Manifest, TensorSpec
-from vllm.inflight.worker.delta.shares import NUM
+from vllm.inflight.worker.delta.shares import NUM, held_by_several, share
 from vllm.inflight.worker.memory.arena import Arena
 from vllm.inflight.worker.verify.drift import Sampler, Samples, drift
 from vllm.inflight.worker.verify.ignored_tensors import IgnoredTensors
@@ -482,6 +483,30 @@ def test_faults_of_two_holders_of_one_part_are_found_although_they_cancel_in_the
         error = agree(bad)
         assert isinstance(error, WeightsMismatch)
         assert f"ranks {min(off)}, {max(off)} hold the same parts" in str(error)
+
+
+def test_ranks_may_share_one_tensor_in_pairs_and_another_in_other_pairs():
+    terms = {
+        name: [(name, ops.Digest(at + half, half), 5) for half in (1, 2)]
+        for at, name in ((10, "rows"), (20, "columns"))
+    }
+    whole = [
+        ("rows", ops.Digest(2 * (11 + 12), 2 * (1 + 2)), 20),
+        ("columns", ops.Digest(2 * (21 + 22), 2 * (1 + 2)), 20),
+    ]
+
+    def told(rank: int, off: int = 0) -> list[int]:
+        of_rows, of_columns = terms["rows"][rank // 2], terms["columns"][rank % 2]
+        name, (a, b), num = of_columns
+        found = [of_rows, (name, ops.Digest(a + off, b), num)]
+        parts = ("rows", rank // 2), ("columns", rank % 2)
+        held = [(2, part, term) for part, term in zip(parts, found, strict=True)]
+        return share(found) + share(whole) + held_by_several(held)
+
+    assert problem([told(rank) for rank in range(4)]) is None
+    error = problem([told(0, 1), told(1), told(2, -1), told(3)])
+    assert isinstance(error, WeightsMismatch)
+    assert "ranks 0, 2 hold the same parts" in str(error)
 
 
 def sum_of(statuses: list[Status]) -> list[int]:

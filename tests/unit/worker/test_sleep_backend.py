@@ -85,9 +85,11 @@ def test_a_sleep_unmaps_the_memory_of_a_trainer(
     worker.sets.stager.worker.weight_transfer_engine = transport
     sleep(worker.backend)
     assert not memory.mapped
-    # It is mapped again by the next update.
+    # It is mapped again by the next update, and unmapped before the KV cache is back.
     lent_to.receive(transport, lent(named, memory))
     assert memory.mapped == {named["a"].data_ptr()}
+    worker.backend.resume(["kv_cache"])
+    assert not memory.mapped
 
 
 def test_a_level_1_sleep_restores_every_weight_at_its_address(

@@ -145,6 +145,30 @@ def test_any_exception_of_a_transport_fails_the_update(
     assert type(fault).__name__ in error.message
 
 
+def test_memory_is_unmapped_once_an_aborted_update_has_ended(
+    stager: StagingWorker,
+    board: StatusBoard,
+    transport: Transport,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, may_end, unmapped = threading.Event(), threading.Event(), threading.Event()
+
+    def shutdown() -> None:
+        begun.set()
+        may_end.wait(20)
+
+    monkeypatch.setattr(transport, "shutdown", shutdown)
+    monkeypatch.setattr(transport, "unmap", unmapped.set)
+    stager.command(1, messages.Shutdown())
+    begun.wait(20)
+    stager.unmap()
+    assert not unmapped.is_set()  # it is under way
+    board.cancel(1)
+    threading.Timer(0.2, may_end.set).start()
+    stager.unmap()
+    assert may_end.is_set() and unmapped.is_set()
+
+
 def test_long_loops_of_a_job_have_breaks(
     stager: StagingWorker, transport: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ import torch
 from tests.support.deltas import random_bits, scattered
 from tests.support.triton_compiler import compile_for_gpu, succeeds
 from vllm.inflight import ops
-from vllm.inflight.errors import ChangeLogFull
+from vllm.inflight.errors import ArenaTorn, ChangeLogFull
 from vllm.inflight.worker.shadow import change_log
 from vllm.inflight.worker.shadow.change_log import (
     ChangeLog,
@@ -97,6 +97,48 @@ def test_a_live_element_that_changed_since_it_was_logged_undoes_the_swap(is_back
         swap()
     assert are_equal(live, before)
     assert all(map(torch.equal, kept, [each.bits for each in log.entries.stretches]))
+
+
+def write_meanwhile(live: dict[str, torch.Tensor], log: ChangeLog) -> None:
+    stretch = log.entries.stretches[1]
+    bits_of(live[stretch.param])[stretch.offsets[2]] ^= 1
+
+
+def break_off(live: dict[str, torch.Tensor], log: ChangeLog) -> None:
+    raise torch.OutOfMemoryError("in the middle of it")
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+@pytest.mark.parametrize(
+    ("during", "told"),
+    [
+        (write_meanwhile, "other bits, and could not be undone"),
+        (break_off, r"broke off: OutOfMemoryError\('in the middle of it'\)"),
+    ],
+)
+def test_a_swap_whose_undoing_fails_says_that_the_weights_are_a_mixture(
+    is_back, during, told
+):
+    """The engine ends at this error: it is not one after which all is as before."""
+    live = parameters()
+    log, _ = logged(live)
+    swap = Swap(log, live)
+    if is_back:
+        swap()
+    exchange, num_calls = swap._swap, 0
+
+    def interrupted():
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 2:  # the first one exchanges, and this one undoes
+            during(live, log)
+        return exchange()
+
+    swap._swap = interrupted
+    write_meanwhile(live, log)
+    with pytest.raises(ArenaTorn, match=told):
+        swap()
+    assert num_calls == 2
 
 
 def spoil_bits(log: ChangeLog) -> None:

@@ -63,16 +63,15 @@ from vllm.inflight.trainer.name_matching import AUTO, NameMatching
 from vllm.inflight.trainer.outcome import Outcome, note_unheard
 from vllm.inflight.trainer.publish_queue import ON_BUSY, PublishQueue, QueuedPublish
 from vllm.inflight.trainer.retry import FIRST_DELAY_S, LAST_DELAY_S, RetryBudget
+from vllm.inflight.trainer.served_dtype import ServedDtype
 from vllm.inflight.trainer.snapshot import Snapshot, sweep
 from vllm.inflight.trainer.sources import stream as sources
-from vllm.inflight.trainer.sources.cast import Cast, check_cast, served_dtype
+from vllm.inflight.trainer.sources.cast import Cast, check_cast
 from vllm.inflight.update import Manifest, PauseMode, check_label, check_subset, renamer
 
 WIRES = ("shm", "disk", "http")
 SHORT_S = 1.0
 """A server that does not answer in less than this may be well, and busy."""
-ASK_S = 5.0
-"""Seconds for the engines to tell what they serve."""
 
 logger = logging.getLogger(__name__)
 
@@ -207,8 +206,6 @@ class Publisher:
         self._scrubs = KeptScrubs(delta_scrub_every)
         self._chain = DeltaChain(delta_chain)
         self._num_unsupported = 0
-        self._has_asked = False
-        """Whether the engines were asked for the dtype that they serve."""
         self._base: PublishedVersion | None = None
         """The last version that every engine has committed, if a delta may start from
         it. A publish takes it, and puts it back."""
@@ -241,6 +238,7 @@ class Publisher:
             isinstance(e, InProcessEngine) for e in self._engines
         ):
             raise ConfigError("wire='http' is for servers, given by their URLs")
+        self._served_dtype = ServedDtype(self._engines)
         self._naming: NameMatching | None = None
         if isinstance(name_map, str):
             if name_map != AUTO:
@@ -646,7 +644,8 @@ class Publisher:
     def _enqueue(self, job: QueuedPublish) -> None:
         """Take the snapshot, and have it delivered."""
         is_declared = matcher(job.subset)
-        with sources.gathering(sources.tensors(self._source, self._cast)) as pairs:
+        cast = self._served_dtype.cast if self._cast is None else self._cast
+        with sources.gathering(sources.tensors(self._source, cast)) as pairs:
             known = ((n, self._rename(n), t) for n, t in pairs)
             # With `auto` the names are found out later, in the queue's thread.
             base = self._take_base(job)
@@ -745,6 +744,7 @@ class Publisher:
             return job.skipped()
         base: PublishedVersion | None = None
         try:
+            self._ask_dtype(job)  # they answer while they commit
             if self._may_follow(job):
                 try:
                     base = self._kept(job)
@@ -772,7 +772,7 @@ class Publisher:
             self._chain.clear()
         elif self._base is not None:
             self._chain.note(job.delta)
-        self._note_served_dtype(job)
+        self._served_dtype.take()
         try:
             self._tell("commit", job.snapshot)
         except Exception as error:
@@ -800,32 +800,15 @@ class Publisher:
             mapped=job.mapped,
         )
 
-    def _note_served_dtype(self, job: QueuedPublish) -> None:
-        """Cast to what the engines serve from the next version on, if that is less.
-
-        Of float32 weights nearly every number changes at a step, and few roundings.
-        """
-        if self._cast is not None or not self._may_follow(job):
+    def _ask_dtype(self, job: QueuedPublish) -> None:
+        """Ask the engines what they serve, if weights may be cast to that."""
+        may_cast = self._delta != "off" or self._served_dtype.cast is not None
+        if self._cast is not None or self._shards is not None or not may_cast:
             return
-        sent = {getattr(torch, spec.dtype) for spec in job.manifest.tensors.values()}
-        width = max((d.itemsize for d in sent if d.is_floating_point), default=0)
-        if width <= 2 or self._has_asked:
-            return
-        budget = RetryBudget(ASK_S)
-        try:
-            infos = call_all(self._engines, lambda engine: engine.info(budget), budget)
-        except Exception as error:  # the version is committed, whatever they answer
-            logger.info("the dtype that is served is not known yet: %r", error)
-            return
-        self._has_asked = True
-        served = served_dtype(one for i in infos for one in i.get("engines", [i]))
-        if served is not None and served.itemsize < width:
-            self._cast = served
-            logger.info(
-                "weights are cast to %s from the next version on, which is whole: the "
-                "engines serve that; dtype= says otherwise",
-                served,
-            )
+        dtypes = {getattr(torch, dtype) for _, _, dtype in job.snapshot.specs}
+        # An engine that serves another version than expected may be another one.
+        is_again = job.delta is None or bool(job.bases)
+        self._served_dtype.ask(dtypes, is_again=is_again)
 
     def _kept(self, job: QueuedPublish) -> PublishedVersion:
         """The version of a job, in memory or in the file of `delta_file`."""

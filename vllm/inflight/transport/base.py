@@ -125,6 +125,9 @@ class StagedEngine(upstream.WeightTransferEngine):
     def unmap(self) -> None:
         """Remove mappings of a trainer's memory, which are kept between updates."""
 
+    def abort_weight_update(self) -> None:
+        """End an update that has failed, also one that has received nothing yet."""
+
     @property
     def gauges(self) -> dict[str, float]:
         """What a status report says of this transport."""

@@ -14,6 +14,7 @@ room then, the next update tries again. With delta staging, the log of changed e
 is given back in this way, and upstream's pools hold the live weights.
 
 Memory of a trainer is unmapped, so that the trainer can use what it has freed of it.
+So it is before memory is taken again: an update may have come between two wake-ups.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class SleepBackend(upstream.CuMemBackend):
 
     def resume(self, tags: list[str] | None = None) -> None:
         """Get the memory again; without the tag `weights`, only upstream's memory."""
+        self._staging.unmap()
         if tags is None or "weights" in tags:
             self._restore()
         super().resume(tags)

@@ -179,18 +179,16 @@ class Exporter:
 class Mappings:
     """The allocations of other processes that this process has mapped.
 
-    Mapping takes longer than reading, so mappings are kept between updates. After an
-    update, the mappings are removed that it did not use, unless it has named them as
-    held.
+    Mapping takes longer than reading, so mappings are kept between updates. When an
+    update ends, the mappings are removed that it did not use, unless it has named them
+    as held. So it is if it fails: a trainer that has freed memory then wants it back.
     """
 
     def __init__(self, memory: SharedMemory) -> None:
         self._memory = memory
         self._mapped: dict[tuple[str, bytes], Extent] = {}
-        self._named: set[tuple[str, bytes]] = set()
-        """What the update has used or named."""
-        self._named_now: set[tuple[str, bytes]] = set()
-        """What the call under way has used or named."""
+        self._named: set[tuple[str, bytes]] | None = None
+        """What the update has used or named; None before its first call."""
 
     def __len__(self) -> int:
         return len(self._mapped)
@@ -234,21 +232,23 @@ class Mappings:
             addresses.append(extent.address + start)
         return addresses
 
-    def begin(self) -> None:
-        """Begin an update: only what its first call names counts as named yet.
+    def end_update(self) -> None:
+        """Unmap what the update did not name; raises the first failure, if any.
 
-        An update begins with the first write, which is within its first call.
+        An update that ended before its first call has told nothing.
         """
-        self._named = set(self._named_now)
+        named, self._named = self._named, None
+        if named is not None:
+            self._drop(self._mapped.keys() - named)
 
-    def end_call(self) -> None:
-        """End a call of an update."""
-        self._named_now.clear()
+    def close(self) -> None:
+        """Unmap everything; raises the first failure, if any."""
+        self._named = None
+        self._drop(set(self._mapped))
 
-    def drop_unnamed(self) -> None:
-        """Unmap what the update did not name; raises the first failure, if any."""
+    def _drop(self, keys: Iterable[tuple[str, bytes]]) -> None:
         failure: TransferFault | None = None
-        for key in self._mapped.keys() - self._named:
+        for key in keys:
             try:
                 self._memory.unmap(self._mapped.pop(key).address)
             except TransferFault as error:
@@ -256,17 +256,10 @@ class Mappings:
         if failure is not None:
             raise failure
 
-    def close(self) -> None:
-        """Unmap everything."""
-        self.end_call()
-        self.begin()
-        self.drop_unnamed()
-
     def _name(self, owner: str, handles: Iterable[bytes]) -> None:
         """Keep mappings of a process, as far as there are some, after the update."""
-        keys = {(owner, handle) for handle in handles}
-        self._named |= keys
-        self._named_now |= keys
+        named = self._named or set()
+        self._named = named | {(owner, handle) for handle in handles}
 
     def _extent(self, owner: str, handle: bytes, base: int) -> Extent:
         if owner == process():

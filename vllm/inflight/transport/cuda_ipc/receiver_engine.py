@@ -183,12 +183,10 @@ class IpcEngine(StagedEngine):
         self._timeout_s = init_info.timeout_s
 
     def start_weight_update(self) -> None:
-        """Begin an update, with a wait time of 0 and no named mappings."""
+        """Begin an update, with a wait time of 0."""
         super().start_weight_update()
         if (receiver := self._receiver) is not None:
             receiver.window.total_s = 0.0
-        if (mappings := self._mappings) is not None:
-            mappings.begin()
 
     def receive_weights(self, update_info: IpcUpdateInfo) -> None:
         """Load the tensors that the trainer lends.
@@ -224,7 +222,6 @@ class IpcEngine(StagedEngine):
             if isinstance(incoming, LentTensors):
                 incoming.end()
             reader.close()
-            mappings.end_call()
             with in_use:
                 if self._mappings is not mappings:  # shut down meanwhile
                     mappings.close()
@@ -232,8 +229,15 @@ class IpcEngine(StagedEngine):
     def finish_weight_update(self) -> None:
         """Pack the last layers, and unmap memory that this update did not name."""
         super().finish_weight_update()
+        self._end_update()
+
+    def abort_weight_update(self) -> None:
+        """Unmap memory that this update has not named so far."""
+        self._end_update()
+
+    def _end_update(self) -> None:
         if (mappings := self._mappings) is not None:
-            mappings.drop_unnamed()
+            mappings.end_update()
 
     def unmap(self) -> None:
         """Remove all mappings; the next update maps what it uses."""

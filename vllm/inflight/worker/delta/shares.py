@@ -54,20 +54,24 @@ def held_by_several(held: Iterable[tuple[int, object, Term]]) -> list[int]:
             the term.
 
     Returns:
-        `NUM_HELD` numbers for each number of holders: this number, a hash of the parts,
-        and a hash of their terms. Holders of the same parts have found the same.
+        `NUM_HELD` numbers for each number of holders and part: this number, a hash of
+        the tensors that the rank holds this part of, and a hash of their terms. Holders
+        of the same parts have found the same. Layers of one kind have the same part, so
+        these are few numbers. And ranks may share one kind of layer in pairs, and
+        another kind in other pairs.
 
     """
-    hashes: dict[int, tuple[hashlib.blake2b, hashlib.blake2b]] = {}
+    hashes: dict[tuple[int, str], tuple[hashlib.blake2b, hashlib.blake2b]] = {}
     for num_holders, part, (name, (a, b), num) in held:
-        if num_holders not in hashes:
-            hashes[num_holders] = _hash(), _hash()
-        parts, terms = hashes[num_holders]
+        key = num_holders, repr(part)
+        if key not in hashes:
+            hashes[key] = _hash(), _hash()
+        parts, terms = hashes[key]
         parts.update(repr((name, part)).encode())
         terms.update(struct.pack("<3Q", a, b, num))
     return [
         number
-        for num_holders, (parts, terms) in sorted(hashes.items())
+        for (num_holders, _), (parts, terms) in sorted(hashes.items())
         for number in (num_holders, _number(parts), _number(terms))
     ]
 

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -143,6 +143,11 @@ class StagingThread(Background):
         for job in self.alive():
             job.join(max(0.0, deadline - time.monotonic()))
         return not self.alive()
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether this job carries no more commands out; it may be at its last one."""
+        return self._is_cancelled() or self._status.state in ("failed", "staged")
 
     def alive(self) -> list[StagingThread]:
         """This job and those before it, without those that have ended."""
@@ -687,10 +692,10 @@ class StagingThread(Background):
                     # It may have written past the door, where nobody watches.
                     self._shadow.stale.update(self._shadow.required)
             if self._transport_open:
-                with suppress(Exception):
-                    # Not part of upstream's contract; a transport may offer it.
-                    getattr(self._transport, "abort_weight_update", lambda: None)()
                 self._shadow.reset()
+            if self._transport_open or isinstance(self._transport, StagedEngine):
+                # Not part of upstream's contract; a transport may offer it.
+                getattr(self._transport, "abort_weight_update", lambda: None)()
         except BaseException:
             logger.exception("cleaning up after update %d failed", self.serial)
         self._status = replace(

@@ -381,12 +381,17 @@ class StagingWorker:
             self._scrub = None
 
     def unmap(self) -> None:
-        """Let a trainer have memory that it has freed; no update may be under way."""
+        """Let a trainer have memory that it has freed, unless an update is under way.
+
+        Of an aborted update, the end is awaited.
+        """
+        if self._job is not None and self._job.is_ending:
+            self._job.ends_by(time.monotonic() + LET_GO_S)
         transport = self.worker.weight_transfer_engine
         if isinstance(transport, StagedEngine) and not self.is_busy:
             try:
                 transport.unmap()
-            except TransferFault:  # it is a sleep that asks, which may still succeed
+            except TransferFault:  # a sleep or a wake-up may still succeed
                 logger.exception("a trainer's memory stays mapped")
 
     def let_go(self) -> None:

@@ -388,7 +388,10 @@ class TensorChecks:
 
     def note_unknown(self, name: str) -> None:
         """Note that the model has no place for a tensor."""
-        self._unknown[name] = self._entries[name]
+        if self.only_loader_knows(name):
+            self._unknown[name] = self._entries[name]
+        else:  # the start checkpoint has it, so the name is not the problem
+            self.note_unused(name)
 
     def note_wrong(self, name: str, cause: Cause, why: str) -> None:
         """Note that a tensor or a parameter cannot be served.
@@ -414,7 +417,7 @@ class TensorChecks:
     def note_rejected(self, name: str, error: Exception) -> None:
         """Note that the model's loader has rejected a tensor."""
         self.is_rejected |= not self.is_unknown_name(name)
-        if name not in self._known and isinstance(error, NO_SUCH):
+        if self.only_loader_knows(name) and isinstance(error, NO_SUCH):
             self.note_unknown(name)
             return
         shape, dtype = self._entries[name]
