@@ -63,11 +63,11 @@ class SleepingExtension(Extension):
 
     def tests_sleep_worker(self, level: int) -> None:
         """Sleep by the worker's backend, as ROLL's `offload_states` does."""
-        self.sleep_mode_backend.suspend(level)  # type: ignore[attr-defined]
+        self._sleep_mode_backend.suspend(level)  # type: ignore[attr-defined]
 
     def tests_wake_worker(self) -> None:
         """Wake up by the worker's backend, as ROLL's `load_states` does."""
-        self.sleep_mode_backend.resume(None)  # type: ignore[attr-defined]
+        self._sleep_mode_backend.resume(None)  # type: ignore[attr-defined]
 
     def tests_sleep_and_fill(self, folder: str, names: list[str] | None) -> None:
         """Lose the weights, get their memory again and load, all in one call."""
