@@ -97,6 +97,24 @@ def test_versions_of_lent_tensors_equal_a_fresh_engine(
     assert tokens(on_old) == before
 
 
+def test_without_digests_nothing_is_read_where_a_trainer_may_write_meanwhile(
+    on_old,  # noqa: F811 (the fixture)
+    fresh,
+    new,
+    lent,
+    monkeypatch,
+):
+    begin = UpdateLoader.__init__
+
+    def unverified(self: UpdateLoader, *args: Any, **options: Any) -> None:
+        begin(self, *args, **options | {"verify": False})
+
+    monkeypatch.setattr(UpdateLoader, "__init__", unverified)
+    on_old.update_weights_from_disk(str(new), "new")
+    assert [each.was_lent for each in lent] == [False]
+    assert greedy(on_old) == fresh
+
+
 def test_a_trainer_that_writes_into_a_tensor_while_it_is_read_is_refused(
     on_old,  # noqa: F811 (the fixture)
     old,

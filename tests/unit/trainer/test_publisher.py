@@ -268,7 +268,6 @@ def test_a_wrong_mode_or_label_is_rejected_before_anything_is_sent(engine):
     assert engine.calls == []
 
 
-@pytest.mark.seconds
 def served(engine) -> torch.dtype:
     return engine.served["a.weight"].dtype
 
@@ -305,6 +304,7 @@ def test_nobody_waits_for_an_engine_that_does_not_tell_its_dtype(engine):
     assert served(engine) is torch.bfloat16
 
 
+@pytest.mark.seconds
 def test_the_trainers_side_imports_nothing_of_the_engine():
     code = """if True:
         import sys

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 from itertools import chain
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 
@@ -509,3 +510,15 @@ def test_a_call_ends_only_after_the_stream_that_reads_lent_memory(
     with pytest.raises(ValueError, match="no"):
         receive(engine, lent({"a": torch.randn(40)}, memory))
     assert seen[:3] == ["raised", "follow", "close"]
+
+
+def test_memory_that_was_unmapped_meanwhile_is_not_lent():
+    in_use, nothing = Lock(), TensorList.parse([], [], [])
+    lent = lent_tensors.LentTensors(
+        *(None, None, nothing, [], in_use),  # type: ignore[arg-type]
+        is_mapped=lambda: False,
+    )
+    with pytest.raises(TransferFault, match="shut down"):
+        lent.lend()
+    lent.end()
+    assert in_use.acquire(blocking=False)

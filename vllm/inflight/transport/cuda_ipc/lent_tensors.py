@@ -7,7 +7,7 @@ stages takes fewer steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from threading import Lock
 
 import torch
@@ -30,6 +30,8 @@ class LentTensors:
         tensor_list: of the tensors.
         addresses: of the tensors, in memory of the group's device.
         in_use: locked by `lend` until `end`.
+        is_mapped: whether the memory is still mapped; while `in_use` is locked nobody
+            else unmaps it.
 
     """
 
@@ -40,10 +42,11 @@ class LentTensors:
         tensor_list: TensorList,
         addresses: Sequence[int],
         in_use: Lock,
+        is_mapped: Callable[[], bool],
     ) -> None:
         self._copied, self._group = copied, group
         self._tensor_list, self._addresses = tensor_list, addresses
-        self._in_use = in_use
+        self._in_use, self._is_mapped = in_use, is_mapped
         self._is_lent = False
 
     def __iter__(self) -> Iterator[Pair]:
@@ -58,8 +61,15 @@ class LentTensors:
 
         Such a tensor may only be read, by work that is enqueued on the current stream
         before `end`. Nothing may keep it.
+
+        Raises:
+            TransferFault: the transport was shut down meanwhile.
+
         """
         self._in_use.acquire()
+        if not self._is_mapped():
+            self._in_use.release()
+            raise group_ended("this transport was shut down")
         self._is_lent = True
 
     def batches(self) -> Iterator[list[Pair]]:

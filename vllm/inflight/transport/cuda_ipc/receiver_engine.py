@@ -34,6 +34,8 @@ from vllm.inflight.transport.waiting import WaitLimit, check_timeout
 
 EXPORTED_BUCKET_BYTES = 64 << 20
 """The size of each of the two buckets of an `ExportedEngine`."""
+SHORT_S = 0.1
+"""Longer than a thread takes to see that it has nothing to unmap."""
 PEERS = 2
 """The `world_size` of the terms: a worker and its trainer."""
 
@@ -216,7 +218,10 @@ class IpcEngine(StagedEngine):
                     limit.until(has_passed, "work of the trainer's GPU")
             incoming = receiver.tensors(tensor_list, limit)
             if set(lent.gpus) == own and are_aligned(tensor_list, addresses):
-                incoming = LentTensors(incoming, reader, tensor_list, addresses, in_use)
+                incoming = LentTensors(
+                    *(incoming, reader, tensor_list, addresses, in_use),
+                    is_mapped=lambda: self._mappings is mappings,
+                )
             self.model.load_weights(incoming)
         finally:
             if isinstance(incoming, LentTensors):
@@ -261,7 +266,7 @@ class IpcEngine(StagedEngine):
         self._reader = self._receiver = self._mappings = None
         if reader is not None:
             reader.abort("this transport was shut down")
-        if mappings is not None and self._in_use.acquire(blocking=False):
+        if mappings is not None and self._in_use.acquire(timeout=SHORT_S):
             # Else the thread that reads closes them, once it has ended.
             try:
                 mappings.close()

@@ -585,9 +585,12 @@ class UpdateLoader:
     @property
     def _may_be_lent(self) -> bool:
         """Whether whole tensors are only compared, so that nobody writes or keeps
-        them."""
+        them.
+
+        A trainer may write by mistake while they are compared. Digests tell that.
+        """
         is_compared = self._comparison is not None and not self._fills
-        return is_compared and not self.is_delta
+        return is_compared and not self.is_delta and self._verify
 
     def _place(
         self, sent_name: str, shape: tuple[int, ...], dtype: torch.dtype
