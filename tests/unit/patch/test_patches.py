@@ -53,6 +53,7 @@ OF_OTHER_LIBRARIES = {
     "_release_ipc_counter_cuda",
     *("_checkpoint_conversion_mapping", "_keys_to_ignore_on_save"),
     *("_action_groups", "_option_string_actions", "_ops", "_current_frames"),
+    "_construct_storage_from_data_pointer",
 }
 """Private names of torch, transformers, argparse and sys."""
 
