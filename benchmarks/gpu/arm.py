@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.arm import Arm, serve
-from benchmarks.gpu import profile, trace
+from benchmarks.gpu.watch import profile, trace
 from benchmarks.record import UPSTREAM
 from benchmarks.shapes import SAVES, num_ranks
 from vllm.inflight.errors import BaseMismatch

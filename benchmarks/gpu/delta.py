@@ -30,8 +30,8 @@ Without a GPU, `--shape tiny --backend inflight_gloo` tries the first two arms o
 A share such as `"auto 0.06"` leaves it to the trainer whether it sends a delta.
 
 With `--trace` one update of each kind is traced afterwards, in the first two arms. The
-traces are kept in a file that `python -m benchmarks.gpu.trace` prints. With `--profile`
-the staging thread is profiled at one more of each kind.
+traces are kept in a file that `python -m benchmarks.gpu.watch.trace` prints. With
+`--profile` the staging thread is profiled at one more of each kind.
 """
 
 from __future__ import annotations

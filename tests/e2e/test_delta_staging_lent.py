@@ -83,36 +83,28 @@ def lent(monkeypatch: pytest.MonkeyPatch) -> list[Lending]:
     return made
 
 
-def test_versions_of_lent_tensors_equal_a_fresh_engine(
-    on_old,  # noqa: F811 (the fixture)
-    fresh,
-    new,
-    lent,
-):
-    before = tokens(on_old)
-    on_old.update_weights_from_disk(str(new), "new")
-    assert [each.was_lent for each in lent] == [True]
-    assert greedy(on_old) == fresh
-    on_old.rollback_weights()
-    assert tokens(on_old) == before
-
-
-def test_without_digests_nothing_is_read_where_a_trainer_may_write_meanwhile(
+@pytest.mark.parametrize("has_digests", [True, False])
+def test_versions_equal_a_fresh_engine_and_are_read_in_place_if_digests_prove_them(
     on_old,  # noqa: F811 (the fixture)
     fresh,
     new,
     lent,
     monkeypatch,
+    has_digests,
 ):
+    """Without digests, nobody would see that a trainer has written meanwhile."""
     begin = UpdateLoader.__init__
 
-    def unverified(self: UpdateLoader, *args: Any, **options: Any) -> None:
-        begin(self, *args, **options | {"verify": False})
+    def started(self: UpdateLoader, *args: Any, **options: Any) -> None:
+        begin(self, *args, **options | {"verify": has_digests})
 
-    monkeypatch.setattr(UpdateLoader, "__init__", unverified)
+    monkeypatch.setattr(UpdateLoader, "__init__", started)
+    before = tokens(on_old)
     on_old.update_weights_from_disk(str(new), "new")
-    assert [each.was_lent for each in lent] == [False]
+    assert [each.was_lent for each in lent] == [has_digests]
     assert greedy(on_old) == fresh
+    on_old.rollback_weights()
+    assert tokens(on_old) == before
 
 
 def test_a_trainer_that_writes_into_a_tensor_while_it_is_read_is_refused(

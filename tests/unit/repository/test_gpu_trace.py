@@ -1,6 +1,6 @@
 """The trace of an update tells where a step waits."""
 
-from benchmarks.gpu.trace import STEP, stretches, table
+from benchmarks.gpu.watch.trace import STEP, stretches, table
 
 MS = 1_000_000
 

@@ -4,6 +4,7 @@ Decoding shares the interpreter with that thread. So calls are counted: of torch
 of which is a call of CUDA on a GPU, of reads that wait for the GPU, and of Python.
 """
 
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from vllm.inflight.delta import Encoder, Part
 from vllm.inflight.delta.device_decode import Launches
 from vllm.inflight.delta.parts import named
 from vllm.inflight.update import Manifest
+from vllm.inflight.worker.delta import writer
 from vllm.inflight.worker.delta.device_writer import DeviceWriter, copy_elements
 from vllm.inflight.worker.delta.writer import DeltaWriter
 from vllm.inflight.worker.memory.arena import Arena
@@ -142,7 +144,9 @@ def in_parts(old: Any, new: Any, base: str, num_parts: int) -> tuple[Manifest, A
     return manifest, dict(named(parts))
 
 
-def counted(num: int, *, is_logged: bool, num_parts: int = 1) -> Counter[str]:
+def counted(
+    num: int, *, is_logged: bool, num_parts: int = 1, spare: float = math.inf
+) -> Counter[str]:
     """The calls that a delta of so many tensors takes, after one of the same."""
     Flat.num = num
     counted = Counted()
@@ -159,6 +163,7 @@ def counted(num: int, *, is_logged: bool, num_parts: int = 1) -> Counter[str]:
             for name in names:
                 patch.setattr(module, name, counted.kernel(getattr(module, name)))
         sets = Sets(arena, kind=Flat, first=version(0, num))
+        sets.shadow.spare_bytes = lambda: spare
         for seed in (1, 2):
             sets.stage(version(seed, num).items())
             sets.stager.flip()
@@ -215,12 +220,20 @@ def check() -> None:
 def check_parts() -> None:
     """Runs where TRITON_INTERPRET was set before Triton was imported."""
     for is_logged in (False, True):
-        one, four = (
-            counted(MANY, is_logged=is_logged, num_parts=num) for num in (1, 4)
+        one, three = (
+            counted(FEW, is_logged=is_logged, num_parts=num) for num in (1, 3)
         )
         for each in ("reads", "launches", "copies"):
-            assert one[each] == four[each], each
-        assert four["ops"] - one["ops"] <= MOST_OPS_A_PART * 3
+            assert one[each] == three[each], each
+        assert three["ops"] - one["ops"] <= MOST_OPS_A_PART * 2
+        # Without room for more than one of them, each part has its own launches.
+        for bound in ("MOST_WITH_ONE_SET" if is_logged else "MOST_DECODED", None):
+            with pytest.MonkeyPatch.context() as patch:
+                if bound is not None:
+                    patch.setattr(writer, bound, 1)
+                spare = math.inf if bound is not None else 4
+                alone = counted(FEW, is_logged=is_logged, num_parts=3, spare=spare)
+            assert alone["copies"] >= one["copies"] + 2, bound
 
 
 @pytest.mark.seconds

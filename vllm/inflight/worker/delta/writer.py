@@ -403,8 +403,11 @@ class DeltaWriter:
             "of Publisher and of Weights), or send whole versions.",
         )
 
-    def _joined(self, parts: Sequence[Part]) -> Iterator[list[Part]]:
+    def _joined(self, parts: Sequence[Part]) -> Iterator[Sequence[Part]]:
         """Parts that are decoded together; on the host each of them alone."""
+        if self._on_device is None or len(parts) < 2:
+            yield from ([part] for part in parts)
+            return
         together: list[Part] = []
         room = 0
         for part in parts:
@@ -417,16 +420,13 @@ class DeltaWriter:
                 room = self._most_decoded
             together.append(part)
             room -= needed
-        if together:
-            yield together
+        yield together
 
     @functools.cached_property
     def _most_decoded(self) -> int:
         """Bytes that decoded changes may take, if they are not of one part alone."""
-        if self._on_device is None:
-            return 0
         most = MOST_DECODED if self._log is None else MOST_WITH_ONE_SET
-        return int(min(most, self._shadow.spare_bytes() // 4))
+        return int(min(most, self._shadow.spare_bytes() / 4))
 
     def _write(self, parts: Sequence[Part]) -> None:
         """Decode parts, and write their changes."""

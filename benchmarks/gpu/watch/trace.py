@@ -1,8 +1,8 @@
 """A trace of updates beside decoding: steps, threads, calls of CUDA, kernels.
 
 `collective_rpc` calls `begin` and `end` in the engine's process, and `end` returns the
-trace. `python -m benchmarks.gpu.trace FILE` prints one as a table, a line for each
-step. It shows where decoding waits: for the GPU, which staging shares, or for the
+trace. `python -m benchmarks.gpu.watch.trace FILE` prints one as a table, a line for
+each step. It shows where decoding waits: for the GPU, which staging shares, or for the
 interpreter, which the thread that stages holds meanwhile.
 
 Times are of the host's clock, in nanoseconds since 1970, as torch's profiler tells
