@@ -9,6 +9,7 @@ from typing import Any
 from vllm.inflight import upstream
 from vllm.inflight.patch.controllers import controller_of
 from vllm.inflight.patch.records.record import Patch
+from vllm.inflight.update import KV_CACHE, WEIGHTS
 from vllm.inflight.worker.worker_state import WorkerState
 
 
@@ -84,14 +85,12 @@ def _outside_of_pools(original: Callable[..., Any]) -> Callable[..., Any]:
     return _maybe_get_memory_pool_context
 
 
-def _note_asleep(worker: upstream.WorkerBase, is_asleep: bool) -> None:
-    if (wire := WorkerState.of(worker).tripwire) is not None:
-        wire.is_asleep = is_asleep
-
-
 def _noted_asleep(original: Callable[..., Any]) -> Callable[..., Any]:
     def sleep(self: upstream.Worker, level: int = 1) -> None:
-        _note_asleep(self, True)  # also if the call fails half-way
+        from vllm.inflight.worker.integrity.outside_writes import note_asleep
+
+        # First, as the call may fail half-way.
+        note_asleep(self, (WEIGHTS, KV_CACHE), (WEIGHTS,) if level == 1 else ())
         original(self, level)
 
     return sleep
@@ -99,8 +98,9 @@ def _noted_asleep(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _noted_discarded(original: Callable[..., Any]) -> Callable[..., Any]:
     def discard(self: upstream.Worker, tags: tuple[str, ...]) -> None:
-        if "weights" in tags:
-            _note_asleep(self, True)
+        from vllm.inflight.worker.integrity.outside_writes import note_asleep
+
+        note_asleep(self, tags, ())
         original(self, tags)
 
     return discard
@@ -108,13 +108,13 @@ def _noted_discarded(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _adapters_again(original: Callable[..., Any]) -> Callable[..., Any]:
     def wake_up(self: upstream.Worker, tags: list[str] | None = None) -> None:
+        from vllm.inflight.worker.integrity.outside_writes import note_awake
         from vllm.inflight.worker.lora import write_again
         from vllm.inflight.worker.memory.placement import is_wanted
         from vllm.inflight.worker.step_tracker import between_steps
 
         original(self, tags)
-        if tags is None or "weights" in tags:
-            _note_asleep(self, False)
+        note_awake(self, tags, keeps_some=True)
         if WorkerState.of(self).stager is None:
             return  # upstream updates this engine, and unloads adapters each time
         if (tags is None or "weights" in tags) and not is_wanted(self.vllm_config):

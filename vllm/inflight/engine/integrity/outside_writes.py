@@ -194,9 +194,11 @@ class OutsideWrites:
                 engine could have written undetected.
 
         """
-        if self._is_closed or self._controller.sleep.weights == "asleep":
-            return  # there are no weights to read
-        is_likely = is_certain and self._controller.in_process
+        if self._is_closed:
+            return
+        # While the weights sleep, there are none to read.
+        is_awake = self._controller.sleep.weights != "asleep"
+        is_likely = is_certain and is_awake and self._controller.in_process
         if is_likely or self._controller.ranks.is_touched():
             self._look(BESIDE)
 
@@ -236,6 +238,13 @@ class OutsideWrites:
                 "lost weights could not be marked, so writes into them cannot be "
                 "counted; decoding goes on after an update of all tensors"
             )
+
+    def acknowledge_sleep(self) -> None:
+        """Let the ranks forget a sleep that the engine core has asked for."""
+        try:
+            self._controller.ranks.overwrite("acknowledge_sleep")
+        except Exception as fault:  # the sleep counts as one of the workers' own
+            logger.warning("a rank failed after it was put to sleep: %s", fault)
 
     def take_back_fill(self) -> None:
         """Mark lost weights again if an update has filled some of them and ended."""
@@ -305,6 +314,7 @@ class OutsideWrites:
             self._renew(name)
             return
         self._note_displaced(name)
+        self._follow_sleep(name)
         is_loading = any(report["is_loading"] for report in found)
         is_written = any(report["is_written"] for report in found)
         has_written = known.is_certain or (known.is_expected and error is None)
@@ -359,6 +369,19 @@ class OutsideWrites:
             version.label,
             version.epoch,
         )
+
+    def _follow_sleep(self, name: str) -> None:
+        """Act on memory that a call has given back, or got again, on the ranks."""
+        changed: dict[str, bool] = {}
+        for report in self._found:
+            for part, is_asleep in report["asleep"].items():
+                changed[part] = changed.get(part, False) or is_asleep
+        lost = {part for report in self._found for part in report["lost"]}
+        if changed or lost:
+            found = self._found
+            self._controller.sleep.follow(name, changed, lost)
+            self._found = found
+            self.acknowledge_sleep()
 
     def _note_displaced(self, name: str) -> None:
         """Reject further updates if a call has replaced parameters by other tensors."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from vllm.inflight import upstream
 from vllm.inflight.errors import Conflict
-from vllm.inflight.update import DRAFT
+from vllm.inflight.update import DRAFT, WEIGHTS
 from vllm.inflight.worker.adopted_call import is_of_method, rejected
 from vllm.inflight.worker.integrity import fingerprint
 from vllm.inflight.worker.model import layerwise_reload, registrations
@@ -71,6 +71,11 @@ class WriteReport:
     """Whether a reload that has not ended has set layers aside."""
     is_asleep: bool = False
     """Whether the memory is given back, so that nothing can be compared."""
+    asleep: dict[str, bool] = field(default_factory=dict)
+    """Part of the memory → whether it is asleep now, of the parts that fell asleep or
+    woke up since the engine core last took note."""
+    lost: list[str] = field(default_factory=list)
+    """Parts whose content was given up meanwhile."""
     missing: list[str] = field(default_factory=list)
     """The first parameters that were made blank and are not fully written."""
     num_missing: int = 0
@@ -105,8 +110,12 @@ class Tripwire:
         """What loads in place of the live model; None if nothing does."""
         self.before_load: Callable[[], None] | None = None
         """Called before a live model is loaded into; None if nothing is."""
-        self.is_asleep = False
-        """True from a sleep of this worker until its weights are awake."""
+        self._asleep: set[str] = set()
+        """The parts of the memory that are given back."""
+        self._changes: dict[str, bool] = {}
+        """See `WriteReport.asleep`."""
+        self._lost: set[str] = set()
+        """See `WriteReport.lost`."""
         self._is_written = False
         self._may_load = False
         """Whether a reload was begun; it may have ended since."""
@@ -154,7 +163,52 @@ class Tripwire:
             if _has_memory(param):
                 self._homes[name] = param, param.data
 
+    @property
+    def is_asleep(self) -> bool:
+        """True from a sleep of this worker until its weights are awake."""
+        return WEIGHTS in self._asleep
+
     # ------------------------------------------------------- what is noted
+    def note_asleep(self, parts: Collection[str], kept: Collection[str]) -> None:
+        """Parts of the memory are given back now.
+
+        Args:
+            parts: `weights`, `kv_cache`; those that sleep already stay as they are.
+            kept: the parts whose content comes back when they wake up.
+
+        """
+        slept = {*parts} - self._asleep
+        self._lost |= slept - {*kept}
+        self._asleep |= slept
+        self._changes |= dict.fromkeys(slept, True)
+        self._touch()
+
+    def note_awake(self, parts: Collection[str] | None, kept: Iterable[str]) -> None:
+        """Parts have memory again.
+
+        Weights that the engine core does not know to be lost are made blank, before
+        anything can write them.
+
+        Args:
+            parts: that woke up; None for all.
+            kept: patterns of the names of parameters whose content was restored.
+
+        """
+        woken = self._asleep & (self._asleep if parts is None else {*parts})
+        self._asleep -= woken
+        self._changes |= dict.fromkeys(woken, False)
+        if WEIGHTS in woken and WEIGHTS in self._lost:
+            try:
+                self.make_blank(kept)
+            except Exception:  # they count as incomplete until an update of all
+                logger.exception("lost weights could not be marked")
+        if woken:
+            self._touch()
+
+    def acknowledge_sleep(self) -> None:
+        """The engine core knows which parts sleep, and which are lost."""
+        self._changes, self._lost = {}, set()
+
     def note(self) -> None:
         """Live weights are being written now."""
         self._is_written = True
@@ -207,8 +261,10 @@ class Tripwire:
 
     def look(self) -> WriteReport:
         """Compare the weights with the reference; returns a report."""
+        lost = sorted(self._lost)
+        sleep: dict[str, Any] = {"asleep": {**self._changes}, "lost": lost}
         if self.is_asleep:
-            return WriteReport(is_asleep=True, is_written=self._is_written)
+            return WriteReport(is_asleep=True, is_written=self._is_written, **sleep)
         is_loading = self.is_loading()
         if not is_loading:
             self._bring_home()
@@ -222,6 +278,7 @@ class Tripwire:
             num_required=self._num_blank,
             thread=self._thread if is_loading else None,
             displaced=sorted(self._displaced)[:MOST_NAMED],
+            **sleep,
         )
 
     def acknowledge(self) -> None:

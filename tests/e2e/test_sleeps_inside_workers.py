@@ -1,0 +1,194 @@
+"""Sleeps inside workers: an extension gives memory back, and the core is not asked.
+
+SkyRL asks the allocator of upstream's pools, and ROLL puts its worker to sleep. The
+engine of these tests has a stand-in for that allocator, which overwrites what sleeps.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import _custom_ops, device_allocator
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor.abstract import Executor
+
+from tests.e2e.test_out_of_band_writes import rpc, says_at_last
+from tests.e2e.test_sleep import refused, says
+from tests.support.engines.bare_core import Streams, add, call, prompt, publish
+from tests.support.engines.pools_on_host import Pools, SleepingExtension
+from tests.support.engines.script import OPTIONS
+
+pytestmark = pytest.mark.engine
+
+EXTENSION = "tests.support.engines.pools_on_host.SleepingExtension"
+
+
+@pytest.fixture(scope="module")
+def pools() -> Pools:
+    return Pools()
+
+
+@pytest.fixture(scope="module")
+def booted(folders: dict[str, Path], pools: Pools) -> Iterator[EngineCore]:
+    """An engine core that was started with sleep mode and has the stand-in."""
+    options = OPTIONS | {"max_num_seqs": 4, "dtype": "float32"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_custom_ops, "_supports_onednn", False)
+        patch.setattr(type(current_platform), "is_sleep_mode_available", lambda _: True)
+        patch.setattr(device_allocator, "get_mem_allocator_instance", lambda: pools)
+        config = EngineArgs(
+            str(folders["old"]),
+            worker_extension_cls=EXTENSION,
+            enable_sleep_mode=True,
+            **options,
+        ).create_engine_config()
+        core = EngineCore(config, Executor.get_class(config), log_stats=False)
+        pools.worker = core.model_executor.driver_worker.worker
+        yield core
+        worker = type(pools.worker)
+        core.shutdown()
+        worker.__bases__ = tuple(
+            b for b in worker.__bases__ if b is not SleepingExtension
+        )
+
+
+@pytest.fixture(autouse=True)
+def awake(core: EngineCore, folders: dict[str, Path]) -> Iterator[None]:
+    """The core is awake, and has weights, in the end."""
+    yield
+    rpc(core, "tests_wake_pools")
+    if call(core, "info")["weights"] == "gone":
+        publish(core, folders["old"], "again")
+
+
+def told_of(core: EngineCore) -> tuple[str, str, bool]:
+    told = call(core, "info")
+    return told["weights"], told["weight_version"], told["digest"] is not None
+
+
+def test_weights_that_the_pools_gave_up_are_asleep_and_then_lost(
+    core: EngineCore, folders: dict[str, Path]
+) -> None:
+    publish(core, folders["new"], "new")
+    expected = says(core, "expected")
+    publish(core, folders["old"], "old")
+    add(core, "waits", prompt(3))
+    streams = Streams(core).step(2)
+    rpc(core, "tests_sleep_pools", "kv_cache")
+    assert told_of(core) == ("asleep", "old", False)
+    assert core.model_executor.is_sleeping
+    sampled = len(streams.tokens["waits"])
+    assert len(streams.step(2).tokens["waits"]) == sampled
+    assert refused(core, "start", transport="local") == "engine_asleep"
+    assert refused(core, "resume") == "engine_asleep"
+    assert refused(core, "rollback") == "engine_asleep"
+    rpc(core, "tests_wake_pools", ["weights"])
+    assert told_of(core) == ("gone", "old", False)
+    assert "tests_sleep_pools" in call(core, "info")["weights_detail"]
+    publish(core, folders["new"], "new again")
+    # The KV sleeps still.
+    assert len(streams.step(2).tokens["waits"]) == sampled
+    rpc(core, "tests_wake_pools", ["kv_cache"])
+    assert len(streams.run().tokens["waits"]) == len(expected)
+    assert says(core, "after") == expected
+    assert told_of(core) == ("live", "new again", True)
+
+
+@pytest.mark.parametrize("way", ["pools", "worker"])
+def test_weights_that_are_kept_come_back_with_their_version(
+    core: EngineCore, folders: dict[str, Path], way: str
+) -> None:
+    publish(core, folders["new"], "new")
+    expected, before = says(core, "expected"), call(core, "info")
+    add(core, "waits", prompt(3))
+    streams = Streams(core).step(2)
+    rpc(core, f"tests_sleep_{way}", *(["weights"] if way == "pools" else [1]))
+    assert told_of(core) == ("asleep", "new", True)
+    rpc(core, f"tests_wake_{way}")
+    assert call(core, "info") == before | {"previous": None}
+    # Its KV is lost, and is computed again.
+    assert streams.run().tokens["waits"] == expected
+    assert says(core, "after") == expected
+    publish(core, folders["old"], "old")
+
+
+def test_a_worker_that_gives_its_weights_up_waits_for_an_update(
+    core: EngineCore, folders: dict[str, Path]
+) -> None:
+    publish(core, folders["new"], "new")
+    expected = says(core, "expected")
+    rpc(core, "tests_sleep_worker", 2)
+    assert told_of(core) == ("asleep", "new", False)
+    rpc(core, "tests_wake_worker")
+    assert told_of(core) == ("gone", "new", False)
+    add(core, "waits", prompt(3))
+    assert Streams(core).step(2).tokens == {}
+    publish(core, folders["new"], "again")
+    assert Streams(core).run().tokens["waits"] == expected
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_weights_lost_and_loaded_in_one_call_are_live_if_they_are_complete(
+    core: EngineCore, folders: dict[str, Path], is_whole: bool
+) -> None:
+    publish(core, folders["new"], "new")
+    expected, epoch = says(core, "expected"), call(core, "info")["epoch"]
+    names = None if is_whole else ["model.norm.weight"]
+    rpc(core, "tests_sleep_and_fill", str(folders["new"]), names)
+    told = call(core, "info")
+    assert told["digest"] is None
+    if not is_whole:
+        assert (told["weights"], told["epoch"]) == ("gone", epoch)
+        assert "1 of 19 parameters" in told["weights_detail"]
+        return
+    assert told["weight_version"] == f"untracked-{epoch + 1}"
+    assert says(core, "after") == expected
+
+
+def test_a_sleep_beside_the_engine_is_found_before_the_next_step(
+    core: EngineCore, pools: Pools, folders: dict[str, Path]
+) -> None:
+    publish(core, folders["new"], "new")
+    expected = says(core, "expected")
+    pools.sleep(("kv_cache",))
+    add(core, "waits", prompt(3))
+    assert Streams(core).step(1).tokens == {}
+    assert told_of(core) == ("asleep", "new", False)
+    pools.wake_up()
+    assert Streams(core).step(1).tokens == {}
+    assert told_of(core) == ("gone", "new", False)
+    publish(core, folders["new"], "again")
+    assert says_at_last(core, "after") == expected
+
+
+def test_weights_do_not_sleep_while_an_update_is_staged(
+    core: EngineCore, folders: dict[str, Path]
+) -> None:
+    before = call(core, "info")
+    call(core, "start", transport="local")
+    with pytest.raises(Exception, match="while an update is staged"):
+        rpc(core, "tests_sleep_pools", "kv_cache")
+    assert call(core, "info") == before
+    call(core, "receive", update_info={"path": str(folders["new"])})
+    call(core, "prepare")
+    assert call(core, "commit", weight_version="new")["weight_version"] == "new"
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_upstreams_own_sleep_is_no_sleep_of_the_workers(
+    core: EngineCore, caplog: pytest.LogCaptureFixture, level: int, folders: Any
+) -> None:
+    publish(core, folders["new"], "new")
+    before = call(core, "info")
+    core.sleep(level)
+    core.wake_up()
+    rpc(core, "tests_double", 1)
+    told = call(core, "info")
+    if level == 1:
+        assert told == before | {"previous": None}
+    else:
+        assert "a sleep of level 2" in told["weights_detail"]
+    assert "gave memory back on the workers" not in caplog.text
