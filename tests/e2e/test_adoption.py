@@ -211,6 +211,31 @@ def test_the_first_version_with_gaps_is_warned_of_until_a_second_one_agrees(
     assert "first version of this engine" not in second[1]
 
 
+@pytest.mark.parametrize("is_late", ["in a layer", "after all layers"])
+def test_the_rest_of_a_version_is_no_first_version_unless_it_comes_twice(
+    actor: Actor, folders: dict[str, Path], is_late: str
+) -> None:
+    """As an engine gets it that is restarted while a trainer sends."""
+    core, tensors = actor.core, tensors_of(folders["new"])
+    layers = [n for n in tensors if ".layers." in n]
+    missed = layers if is_late == "after all layers" else layers[: len(layers) // 2]
+    rest = without(tensors, *missed)
+    as_first_version(core)
+    core.model_executor.driver_worker.worker.vllm_inflight.stager.doubted.clear()
+    before, said = served(core), says(core, "before")
+    with pytest.raises(WeightsMismatch, match=r"layers\.0"):
+        actor.send(rest)
+    assert served(core) == before and says(core, "after") == said
+    # Another set is another rest, and no confirmation.
+    with pytest.raises(WeightsMismatch, match=r"layers\.0"):
+        actor.send(without(rest, "model.norm.weight"))
+    with pytest.raises(WeightsMismatch, match=r"layers\.0"):
+        actor.send(rest)
+    assert served(core) == before
+    actor.send(rest)
+    assert served(core)[1] == before[1] + 1
+
+
 def test_a_last_call_that_is_repeated_after_the_commit_is_rejected_by_name(
     actor: Actor, folders: dict[str, Path]
 ) -> None:

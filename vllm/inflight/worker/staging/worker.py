@@ -130,6 +130,9 @@ class StagingWorker:
         """Framework → the parameters that its last committed version has written."""
         self._sent_before = dict(self.sent_by)
         """The same before the last flip."""
+        self.doubted: dict[str, frozenset[str]] = {}
+        """Framework → the parameters of a first version that was rejected because it
+        lacks layers; the same once more is accepted."""
         self._sent: Sent | None = None
         """The same of the version that is staged next."""
         self._catalogue: dict[str, Any] | None = None
