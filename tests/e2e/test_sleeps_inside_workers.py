@@ -1,7 +1,7 @@
 """Sleeps inside workers: an extension gives memory back, and the core is not asked.
 
 SkyRL asks the allocator of upstream's pools, and ROLL puts its worker to sleep. The
-engine of these tests has a stand-in for that allocator, which overwrites what sleeps.
+engine of these tests runs that allocator on host memory, which overwrites what sleeps.
 """
 
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm import _custom_ops, device_allocator
+from vllm import _custom_ops
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.core import EngineCore
@@ -27,8 +27,9 @@ EXTENSION = "tests.support.engines.pools_on_host.SleepingExtension"
 
 
 @pytest.fixture(scope="module")
-def pools() -> Pools:
-    return Pools()
+def pools() -> Iterator[Pools]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield Pools(patch)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,6 @@ def booted(folders: dict[str, Path], pools: Pools) -> Iterator[EngineCore]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_custom_ops, "_supports_onednn", False)
         patch.setattr(type(current_platform), "is_sleep_mode_available", lambda _: True)
-        patch.setattr(device_allocator, "get_mem_allocator_instance", lambda: pools)
         config = EngineArgs(
             str(folders["old"]),
             worker_extension_cls=EXTENSION,
@@ -46,9 +46,9 @@ def booted(folders: dict[str, Path], pools: Pools) -> Iterator[EngineCore]:
             **options,
         ).create_engine_config()
         core = EngineCore(config, Executor.get_class(config), log_stats=False)
-        pools.worker = core.model_executor.driver_worker.worker
+        pools.hold(core.model_executor.driver_worker.worker)
+        worker = type(core.model_executor.driver_worker.worker)
         yield core
-        worker = type(pools.worker)
         core.shutdown()
         worker.__bases__ = tuple(
             b for b in worker.__bases__ if b is not SleepingExtension
@@ -153,11 +153,11 @@ def test_a_sleep_beside_the_engine_is_found_before_the_next_step(
 ) -> None:
     publish(core, folders["new"], "new")
     expected = says(core, "expected")
-    pools.sleep(("kv_cache",))
+    pools.allocator().sleep(("kv_cache",))
     add(core, "waits", prompt(3))
     assert Streams(core).step(1).tokens == {}
     assert told_of(core) == ("asleep", "new", False)
-    pools.wake_up()
+    pools.allocator().wake_up()
     assert Streams(core).step(1).tokens == {}
     assert told_of(core) == ("gone", "new", False)
     publish(core, folders["new"], "again")

@@ -1,53 +1,78 @@
 """Upstream's memory pools on a CPU engine: what sleeps there loses its content.
 
-Upstream's allocator needs a GPU. This one takes the same calls, and overwrites the
-weights and the KV of an engine instead of giving their memory back.
+Upstream's allocator needs a GPU. Here its own code runs, and what it asks of the driver
+is done to host memory: memory that is given back is overwritten.
 """
 
+import ctypes
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+from vllm import device_allocator
+from vllm.device_allocator import cumem
 
 from tests.support.engines.sleeping import LOST
 from tests.support.engines.user_extension import Extension
+from vllm.inflight.worker.integrity.pool_watch import watch_pools
+
+LOST_WORD = torch.tensor([LOST]).view(torch.int32).item()
 
 
 class Pools:
-    """A stand-in for upstream's allocator, whose parts are tagged as upstream's are."""
+    """Upstream's allocator with the memory of a CPU engine; no other engine uses it.
 
-    def __init__(self) -> None:
-        self.worker: Any = None
-        """Whose memory it is; None until its engine runs."""
-        self.asleep: dict[str, list[torch.Tensor] | None] = {}
-        """Part → its content, or None if that was given up."""
+    Args:
+        patch: undoes it in the end.
+
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._allocator = cumem.CuMemAllocator()
+        self._worker: Any = None
+        driver = SimpleNamespace(cudaMemcpy=ctypes.memmove)
+        patch.setattr(cumem, "libcudart", driver)
+        patch.setattr(cumem, "PIN_MEMORY", False)
+        patch.setattr(cumem, "create_and_map", lambda handle: None)
+        patch.setattr(cumem, "unmap_and_release", _overwrite)
+        patch.setattr(torch.accelerator, "synchronize", lambda *_: None)
+        patch.setattr(torch.accelerator, "empty_cache", lambda: None)
+        patch.setattr(device_allocator, "get_mem_allocator_instance", self.allocator)
+
+    def hold(self, worker: Any) -> None:
+        """Hold the memory of a worker, as if it had been allocated here."""
+        self._worker = worker
+        watch_pools(worker)
+
+    def allocator(self) -> Any:
+        """Upstream's allocator, which knows where the memory lies now.
+
+        On a CPU, a commit may exchange the memory of two sets of weights.
+        """
+        allocated = self._allocator.pointer_to_data
+        for place in [place for place, of in allocated.items() if not of.is_asleep]:
+            del allocated[place]
+        asleep = {of.tag for of in allocated.values()}
+        for tag in {"weights", "kv_cache"} - asleep if self._worker else ():
+            self._allocator.current_tag = tag
+            for tensor in self._tensors(tag):
+                memory = tensor.untyped_storage()
+                handle = 0, memory.nbytes(), memory.data_ptr(), 0
+                self._allocator._python_malloc_callback(handle)
+        return self._allocator
 
     def _tensors(self, tag: str) -> list[torch.Tensor]:
-        runner = self.worker.model_runner
+        runner = self._worker.model_runner
         if tag == "kv_cache":
             return list(runner.kv_caches)
         return [param.data for param in runner.get_model().parameters()]
 
-    def _give_back(self, tag: str, is_kept: bool) -> None:
-        if tag in self.asleep:
-            return
-        tensors = self._tensors(tag)
-        self.asleep[tag] = [t.clone() for t in tensors] if is_kept else None
-        for tensor in tensors:
-            tensor.fill_(LOST)
 
-    def sleep(self, offload_tags: Any = None) -> None:
-        for tag in ("weights", "kv_cache"):
-            self._give_back(tag, tag in (offload_tags or ()))
-
-    def discard(self, tags: Any) -> None:
-        for tag in tags:
-            self._give_back(tag, False)
-
-    def wake_up(self, tags: Any = None) -> None:
-        for tag in [t for t in self.asleep if tags is None or t in tags]:
-            kept = self.asleep.pop(tag)
-            for tensor, content in zip(self._tensors(tag), kept or (), strict=False):
-                tensor.copy_(content)
+def _overwrite(handle: Any) -> None:
+    _, size, place, _ = handle
+    words = (ctypes.c_int32 * (size // 4)).from_address(place)
+    torch.frombuffer(words, dtype=torch.int32).fill_(LOST_WORD)
 
 
 class SleepingExtension(Extension):
@@ -64,6 +89,10 @@ class SleepingExtension(Extension):
     def tests_sleep_worker(self, level: int) -> None:
         """Sleep by the worker's backend, as ROLL's `offload_states` does."""
         self._sleep_mode_backend.suspend(level)  # type: ignore[attr-defined]
+
+    def tests_discard_pools(self, *tags: str) -> None:
+        """Give parts back without a copy, one by one."""
+        _allocator().discard(tags)
 
     def tests_wake_worker(self) -> None:
         """Wake up by the worker's backend, as ROLL's `load_states` does."""

@@ -134,11 +134,6 @@ def _load_with_shadow(original: Callable[..., Any]) -> Callable[..., Any]:
 
         state = WorkerState.of(self)
         state.tripwire = Tripwire(self)
-        model_config = self.model_config
-        if model_config.enable_cumem_allocator or model_config.enable_sleep_mode:
-            from vllm.inflight.worker.integrity.pool_watch import watch_pools
-
-            watch_pools(self)
         if not _is_on(self.vllm_config):
             return
         from vllm.inflight.worker.model import layerwise_reload

@@ -110,6 +110,9 @@ class Stager(Protocol):
     def forget(self, *, served: bool) -> None:
         """Release the shadow weights, and with `served` the live weights as well."""
 
+    def fall_asleep(self, *, keeps_weights: bool) -> None:
+        """Release what a sleep of the live weights takes with it."""
+
     def let_go(self) -> None:
         """Return when nothing works on the shadow weights any more."""
 

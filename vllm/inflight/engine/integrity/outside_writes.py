@@ -41,7 +41,7 @@ from vllm.inflight.errors import (
     UpdateBusy,
 )
 from vllm.inflight.frameworks.known_call import UNKNOWN, KnownWrite
-from vllm.inflight.update import PauseMode
+from vllm.inflight.update import WEIGHTS, PauseMode
 
 logger = upstream.init_logger(__name__)
 
@@ -315,11 +315,12 @@ class OutsideWrites:
             return
         self._note_displaced(name)
         self._follow_sleep(name)
+        if any(WEIGHTS in report["asleep"] for report in found):
+            return
         is_loading = any(report["is_loading"] for report in found)
         is_written = any(report["is_written"] for report in found)
         has_written = known.is_certain or (known.is_expected and error is None)
-        if has_written and not any(report["is_asleep"] for report in found):
-            is_written = True
+        is_written |= has_written
         if is_loading and error is not None:
             self._break_off(name, f"it has failed ({_text(error)})")
         elif is_loading and not self._is_torn:
@@ -372,15 +373,11 @@ class OutsideWrites:
 
     def _follow_sleep(self, name: str) -> None:
         """Act on memory that a call has given back, or got again, on the ranks."""
-        changed: dict[str, bool] = {}
-        for report in self._found:
-            for part, is_asleep in report["asleep"].items():
-                changed[part] = changed.get(part, False) or is_asleep
-        lost = {part for report in self._found for part in report["lost"]}
-        if changed or lost:
-            found = self._found
-            self._controller.sleep.follow(name, changed, lost)
-            self._found = found
+        found = self._found
+        if any(report["is_sleep_new"] for report in found):
+            asleep = {part for report in found for part in report["asleep"]}
+            lost = {part for report in found for part in report["lost"]}
+            self._controller.sleep.follow(name, asleep, lost)
             self.acknowledge_sleep()
 
     def _note_displaced(self, name: str) -> None:

@@ -323,10 +323,10 @@ class Sleep:
 
         def ended(error: BaseException | None) -> None:
             self._under_way = None
-            if error is None and not has_weights:
-                self._controller.outside_writes.acknowledge_sleep()
             if has_weights:
                 self._slept(1, error)
+            else:
+                self._controller.outside_writes.acknowledge_sleep()
             if error is None:
                 self._released = (release_id, parts, before)
             else:
@@ -391,7 +391,9 @@ class Sleep:
     def _release_kv_cache(self, release: Callable[[], Any]) -> Any:
         core, asked = self._core, self._controller.pauses.asked
         if not core.is_scheduler_paused() or not core.scheduler.requests:
-            return release()
+            answer = release()
+            self._controller.outside_writes.acknowledge_sleep()
+            return answer
         is_in_place = asked is PauseMode.IN_PLACE
         mode = PauseMode.IN_PLACE if is_in_place else PauseMode.RETRACT
         return self.release({KV_CACHE}, mode)
@@ -500,7 +502,7 @@ class Sleep:
             self._controller.live_version.forget_before()
             self._go_on()
 
-    def follow(self, name: str, changed: dict[str, bool], lost: set[str]) -> None:
+    def follow(self, name: str, asleep: set[str], lost: set[str]) -> None:
         """Record a sleep that a call on the workers has begun or ended by itself.
 
         A worker extension may put its own worker to sleep, or give back the memory of
@@ -509,13 +511,12 @@ class Sleep:
 
         Args:
             name: of the call.
-            changed: part of the memory → whether it is asleep now.
-            lost: the parts whose content was given up.
+            asleep: the parts of the memory that sleep now, on one rank or on more.
+            lost: the parts whose content was given up since the last call.
 
         """
         tags = self._core.model_executor.sleeping_tags
-        fell = {part for part, is_asleep in changed.items() if is_asleep} - tags
-        woke = {part for part, is_asleep in changed.items() if not is_asleep} & tags
+        fell, woke = asleep - tags, (tags & {WEIGHTS, KV_CACHE}) - asleep
         if not (fell or woke or lost):
             return
         if WEIGHTS in fell | lost:
@@ -539,6 +540,8 @@ class Sleep:
             self.lose(f"{name} has given the weights up")
         elif WEIGHTS in lost:  # upstream refills them, without a report of it
             self._controller.live_version.reset()
+        if WEIGHTS in woke:
+            self._controller.outside_writes.take_back_fill()
         if tags:
             self._core.scheduler.set_pause_state(upstream.PauseState.PAUSED_ALL)
         if KV_CACHE in lost:
@@ -572,11 +575,11 @@ class Sleep:
 
     def _slept(self, level: int, error: BaseException | None) -> None:
         self._level_under_way, self._under_way = 0, None
+        self._controller.outside_writes.acknowledge_sleep()
         if error is not None and WEIGHTS not in self._core.model_executor.sleeping_tags:
             # The call failed before any rank began to sleep.
             self._controller.ranks.prepare_sleep(0)
             return
-        self._controller.outside_writes.acknowledge_sleep()
         self._controller.live_version.forget_before()
         config = self._core.vllm_config.model_config
         # Upstream refills an engine that cannot be updated, without a report of it.

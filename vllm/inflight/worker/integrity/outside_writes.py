@@ -96,20 +96,24 @@ def reject_load(*_: object, **__: object) -> None:
 def note_asleep(
     worker: upstream.WorkerBase, parts: Collection[str], kept: Collection[str]
 ) -> None:
-    """Note that memory is given back; see `Tripwire.note_asleep`.
+    """Note that memory is given back, before it is; see `Tripwire.note_asleep`.
 
     Raises:
         UpdateBusy: an update is being staged, which reads the weights.
 
     """
     state = WorkerState.of(worker)
-    if WEIGHTS in parts and state.stager is not None and state.stager.is_busy:
-        raise UpdateBusy(
-            "a call on this worker puts the weights to sleep while an update is "
-            "staged; abort the update first, or use POST /sleep, which does"
-        )
-    if state.tripwire is not None:
-        state.tripwire.note_asleep(parts, kept)
+    stager, tripwire = state.stager, state.tripwire
+    is_asleep = tripwire is not None and tripwire.is_asleep
+    if WEIGHTS in parts and stager is not None and not is_asleep:
+        if stager.is_busy:
+            raise UpdateBusy(
+                "a call on this worker puts the weights to sleep while an update is "
+                "staged; abort the update first, or use POST /sleep, which does"
+            )
+        stager.fall_asleep(keeps_weights=WEIGHTS in kept)
+    if tripwire is not None:
+        tripwire.note_asleep(parts, kept)
 
 
 def note_awake(

@@ -69,13 +69,12 @@ class WriteReport:
     """Whether there was a write since the engine core last took note."""
     is_loading: bool = False
     """Whether a reload that has not ended has set layers aside."""
-    is_asleep: bool = False
-    """Whether the memory is given back, so that nothing can be compared."""
-    asleep: dict[str, bool] = field(default_factory=dict)
-    """Part of the memory → whether it is asleep now, of the parts that fell asleep or
-    woke up since the engine core last took note."""
+    asleep: list[str] = field(default_factory=list)
+    """The parts of the memory that are given back, so that nothing can be compared."""
+    is_sleep_new: bool = False
+    """Whether a part fell asleep or woke up since the engine core last took note."""
     lost: list[str] = field(default_factory=list)
-    """Parts whose content was given up meanwhile."""
+    """Parts whose content was given up since then."""
     missing: list[str] = field(default_factory=list)
     """The first parameters that were made blank and are not fully written."""
     num_missing: int = 0
@@ -110,12 +109,11 @@ class Tripwire:
         """What loads in place of the live model; None if nothing does."""
         self.before_load: Callable[[], None] | None = None
         """Called before a live model is loaded into; None if nothing is."""
-        self._asleep: set[str] = set()
-        """The parts of the memory that are given back."""
-        self._changes: dict[str, bool] = {}
-        """See `WriteReport.asleep`."""
+        self._asleep: dict[str, bool] = {}
+        """Part of the memory that is given back → whether its content comes back."""
+        self._is_sleep_new = False
+        """See `WriteReport`, as for `_lost`."""
         self._lost: set[str] = set()
-        """See `WriteReport.lost`."""
         self._is_written = False
         self._may_load = False
         """Whether a reload was begun; it may have ended since."""
@@ -177,37 +175,37 @@ class Tripwire:
             kept: the parts whose content comes back when they wake up.
 
         """
-        slept = {*parts} - self._asleep
-        self._lost |= slept - {*kept}
-        self._asleep |= slept
-        self._changes |= dict.fromkeys(slept, True)
+        for part in {*parts} - self._asleep.keys():
+            self._asleep[part] = part in kept
+            self._is_sleep_new = True
+            if part not in kept:
+                self._lost.add(part)
         self._touch()
 
     def note_awake(self, parts: Collection[str] | None, kept: Iterable[str]) -> None:
         """Parts have memory again.
 
-        Weights that the engine core does not know to be lost are made blank, before
-        anything can write them.
+        Weights without their content are made blank, before anything can write them.
 
         Args:
             parts: that woke up; None for all.
             kept: patterns of the names of parameters whose content was restored.
 
         """
-        woken = self._asleep & (self._asleep if parts is None else {*parts})
-        self._asleep -= woken
-        self._changes |= dict.fromkeys(woken, False)
-        if WEIGHTS in woken and WEIGHTS in self._lost:
+        woken = [part for part in self._asleep if parts is None or part in parts]
+        has_content = {part: self._asleep.pop(part) for part in woken}
+        self._is_sleep_new |= bool(woken)
+        if not has_content.get(WEIGHTS, True):
             try:
                 self.make_blank(kept)
             except Exception:  # they count as incomplete until an update of all
                 logger.exception("lost weights could not be marked")
-        if woken:
-            self._touch()
+        self._touch()
 
     def acknowledge_sleep(self) -> None:
         """The engine core knows which parts sleep, and which are lost."""
-        self._changes, self._lost = {}, set()
+        self._is_sleep_new = False
+        self._lost.clear()
 
     def note(self) -> None:
         """Live weights are being written now."""
@@ -261,10 +259,13 @@ class Tripwire:
 
     def look(self) -> WriteReport:
         """Compare the weights with the reference; returns a report."""
-        lost = sorted(self._lost)
-        sleep: dict[str, Any] = {"asleep": {**self._changes}, "lost": lost}
+        sleep: dict[str, Any] = {
+            "asleep": sorted(self._asleep),
+            "is_sleep_new": self._is_sleep_new,
+            "lost": sorted(self._lost),
+        }
         if self.is_asleep:
-            return WriteReport(is_asleep=True, is_written=self._is_written, **sleep)
+            return WriteReport(is_written=self._is_written, **sleep)
         is_loading = self.is_loading()
         if not is_loading:
             self._bring_home()

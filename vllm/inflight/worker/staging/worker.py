@@ -383,6 +383,18 @@ class StagingWorker:
                 self.versions = self.versions._replace(served=Held())
             self._scrub = None
 
+    def fall_asleep(self, *, keeps_weights: bool) -> None:
+        """Release the shadow weights, and the log, as the live weights fall asleep.
+
+        Args:
+            keeps_weights: whether the live weights come back with their content.
+
+        """
+        self.forget(served=not keeps_weights)
+        self.shadow.stale.update(self.shadow.required)
+        if self.shadow.log is not None:
+            self.shadow.log.free()
+
     def unmap(self) -> None:
         """Let a trainer have memory that it has freed, unless an update is under way.
 
