@@ -18,12 +18,13 @@ from vllm.v1.executor.abstract import Executor
 from tests.e2e.test_out_of_band_writes import rpc, says_at_last
 from tests.e2e.test_sleep import refused, says
 from tests.support.engines.bare_core import Streams, add, call, prompt, publish
-from tests.support.engines.pools_on_host import Pools, SleepingExtension
+from tests.support.engines.pools_on_host import Pools
 from tests.support.engines.script import OPTIONS
+from tests.support.engines.sleeping_extension import SleepingExtension
 
 pytestmark = pytest.mark.engine
 
-EXTENSION = "tests.support.engines.pools_on_host.SleepingExtension"
+EXTENSION = "tests.support.engines.sleeping_extension.SleepingExtension"
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,6 @@ from vllm import device_allocator
 from vllm.device_allocator import cumem
 
 from tests.support.engines.sleeping import LOST
-from tests.support.engines.user_extension import Extension
 from vllm.inflight.worker.integrity.pool_watch import watch_pools
 
 LOST_WORD = torch.tensor([LOST]).view(torch.int32).item()
@@ -73,39 +72,3 @@ def _overwrite(handle: Any) -> None:
     _, size, place, _ = handle
     words = (ctypes.c_int32 * (size // 4)).from_address(place)
     torch.frombuffer(words, dtype=torch.int32).fill_(LOST_WORD)
-
-
-class SleepingExtension(Extension):
-    """A worker extension that puts its own worker to sleep, in two ways."""
-
-    def tests_sleep_pools(self, *kept: str) -> None:
-        """Ask the allocator, as SkyRL's `skyrl_sleep_for_weight_sync` does."""
-        _allocator().sleep(offload_tags=kept)
-
-    def tests_wake_pools(self, tags: list[str] | None = None) -> None:
-        """Ask the allocator, as SkyRL's `skyrl_wake_for_weight_sync` does."""
-        _allocator().wake_up(tags)
-
-    def tests_sleep_worker(self, level: int) -> None:
-        """Sleep by the worker's backend, as ROLL's `offload_states` does."""
-        self._sleep_mode_backend.suspend(level)  # type: ignore[attr-defined]
-
-    def tests_discard_pools(self, *tags: str) -> None:
-        """Give parts back without a copy, one by one."""
-        _allocator().discard(tags)
-
-    def tests_wake_worker(self) -> None:
-        """Wake up by the worker's backend, as ROLL's `load_states` does."""
-        self._sleep_mode_backend.resume(None)  # type: ignore[attr-defined]
-
-    def tests_sleep_and_fill(self, folder: str, names: list[str] | None) -> None:
-        """Lose the weights, get their memory again and load, all in one call."""
-        _allocator().sleep(offload_tags=())
-        _allocator().wake_up()
-        self.tests_load(folder, names)
-
-
-def _allocator() -> Any:
-    from vllm import device_allocator
-
-    return device_allocator.get_mem_allocator_instance()

@@ -190,7 +190,7 @@ def test_weights_that_sleep_are_not_read(worker: Worker) -> None:
     worker.wire.note_asleep(("weights",), ("weights",))
     worker.model.up.weight.data.fill_(1)
     report = worker.wire.look()
-    assert report.is_asleep and not report.is_written
+    assert report.asleep == ["weights"] and not report.is_written
     worker.wire.note_awake(None, ())
     assert worker.is_written
 
