@@ -14,16 +14,19 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_worker import Worker
 
 from tests.e2e.test_out_of_band_writes import rpc, says_at_last
 from tests.e2e.test_sleep import refused, says
 from tests.support.engines.bare_core import Streams, add, call, prompt, publish
 from tests.support.engines.pools_on_host import Pools
-from tests.support.engines.script import OPTIONS
+from tests.support.engines.script import OPTIONS, run_script
 from tests.support.engines.sleeping_extension import SleepingExtension
 
 pytestmark = pytest.mark.engine
 
+NOTICED = "gave memory back on the workers"
 EXTENSION = "tests.support.engines.sleeping_extension.SleepingExtension"
 
 
@@ -40,6 +43,8 @@ def booted(folders: dict[str, Path], pools: Pools) -> Iterator[EngineCore]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_custom_ops, "_supports_onednn", False)
         patch.setattr(type(current_platform), "is_sleep_mode_available", lambda _: True)
+        for method in ("sleep", "wake_up", "discard"):
+            patch.setattr(CPUWorker, method, getattr(Worker, method))
         config = EngineArgs(
             str(folders["old"]),
             worker_extension_cls=EXTENSION,
@@ -185,6 +190,8 @@ def test_upstreams_own_sleep_is_no_sleep_of_the_workers(
     publish(core, folders["new"], "new")
     before = call(core, "info")
     core.sleep(level)
+    rpc(core, "tests_double", 1)
+    assert told_of(core) == ("asleep", "new", level == 1)
     core.wake_up()
     rpc(core, "tests_double", 1)
     told = call(core, "info")
@@ -192,4 +199,84 @@ def test_upstreams_own_sleep_is_no_sleep_of_the_workers(
         assert told == before | {"previous": None}
     else:
         assert "a sleep of level 2" in told["weights_detail"]
-    assert "gave memory back on the workers" not in caplog.text
+    assert NOTICED not in caplog.text
+
+
+@pytest.mark.parametrize("has_request", [False, True])
+def test_a_release_of_the_kv_cache_is_no_sleep_of_the_workers(
+    core: EngineCore,
+    caplog: pytest.LogCaptureFixture,
+    folders: dict[str, Path],
+    *,
+    has_request: bool,
+) -> None:
+    publish(core, folders["new"], "new")
+    expected, before = says(core, "expected"), call(core, "info")
+    if has_request:
+        add(core, "waits", prompt(3))
+    streams = Streams(core).step(2)
+    core.pause_scheduler(mode="keep")
+    core.release_kv_cache_memory()
+    rpc(core, "tests_double", 1)
+    assert core.model_executor.sleeping_tags == {"kv_cache"}
+    core.wake_up(["kv_cache"])
+    rpc(core, "tests_double", 1)
+    assert NOTICED not in caplog.text
+    core.resume_scheduler()
+    if has_request:
+        assert streams.run().tokens["waits"] == expected
+    assert says(core, "after") == expected
+    assert call(core, "info") == before
+
+
+def test_weights_that_the_core_gave_up_stay_lost_when_an_extension_wakes_them(
+    core: EngineCore, folders: dict[str, Path]
+) -> None:
+    publish(core, folders["new"], "new")
+    expected, file = says(core, "expected"), str(folders["new"])
+    core.sleep(2)
+    rpc(core, "tests_wake_pools")
+    assert told_of(core) == ("gone", "new", False)
+    assert ": 0 of 19 parameters" in call(core, "info")["weights_detail"]
+    add(core, "waits", prompt(3))
+    rpc(core, "tests_load", file, ["model.norm.weight"])
+    assert ": 1 of 19 parameters" in call(core, "info")["weights_detail"]
+    assert Streams(core).step(2).tokens == {}
+    rpc(core, "tests_load", file)
+    assert call(core, "info")["weights"] == "live"
+    assert Streams(core).run().tokens["waits"] == expected
+
+
+def test_a_kv_cache_that_is_kept_is_read_again_and_a_lost_one_is_computed_again(
+    core: EngineCore, folders: dict[str, Path]
+) -> None:
+    publish(core, folders["new"], "new")
+    expected, before = says(core, "expected"), call(core, "info")
+    add(core, "waits", prompt(3))
+    streams = Streams(core).step(2)
+    rpc(core, "tests_sleep_pools", "weights", "kv_cache")
+    assert told_of(core) == ("asleep", "new", True)
+    rpc(core, "tests_wake_pools", ["weights"])
+    assert told_of(core) == ("live", "new", True)
+    sampled = len(streams.tokens["waits"])
+    assert len(streams.step(2).tokens["waits"]) == sampled
+    assert [each.request_id for each in core.scheduler.running] == ["waits"]
+    rpc(core, "tests_wake_pools", ["kv_cache"])
+    streams.step(2)
+    rpc(core, "tests_discard_pools", "kv_cache")
+    assert not core.scheduler.running
+    assert refused(core, "resume") == "engine_asleep"
+    rpc(core, "tests_wake_pools")
+    assert streams.run().tokens["waits"] == expected
+    assert call(core, "info") == before | {"previous": None}
+
+
+def test_memory_of_two_ranks_is_asleep_until_both_have_it_again(
+    folders: dict[str, Path],
+) -> None:
+    seen = run_script("sleeping_ranks", folders["new"])
+    asleep = ["asleep", ["kv_cache", "weights"]]
+    assert [seen[str(step)][0] for step in range(3)] == [asleep] * 3
+    assert [seen[str(step)][1] for step in range(3)] == [0] * 3
+    assert seen["3"] == [["live", []], 2]
+    assert seen["waits"] == seen["expected"]

@@ -37,12 +37,17 @@ class Pools:
         patch.setattr(cumem, "unmap_and_release", _overwrite)
         patch.setattr(torch.accelerator, "synchronize", lambda *_: None)
         patch.setattr(torch.accelerator, "empty_cache", lambda: None)
+        patch.setattr(torch.accelerator, "get_memory_info", lambda: (0, 0))
         patch.setattr(device_allocator, "get_mem_allocator_instance", self.allocator)
 
     def hold(self, worker: Any) -> None:
         """Hold the memory of a worker, as if it had been allocated here."""
         self._worker = worker
         watch_pools(worker)
+
+    def release(self) -> None:
+        """Hold the memory of no worker."""
+        self._worker = None
 
     def allocator(self) -> Any:
         """Upstream's allocator, which knows where the memory lies now.
@@ -57,6 +62,8 @@ class Pools:
             self._allocator.current_tag = tag
             for tensor in self._tensors(tag):
                 memory = tensor.untyped_storage()
+                if not memory.nbytes():
+                    continue  # of a weight that is packed
                 handle = 0, memory.nbytes(), memory.data_ptr(), 0
                 self._allocator._python_malloc_callback(handle)
         return self._allocator
