@@ -236,6 +236,28 @@ def test_the_rest_of_a_version_is_no_first_version_unless_it_comes_twice(
     assert served(core)[1] == before[1] + 1
 
 
+@pytest.mark.parametrize("tells_names", [True, False])
+def test_a_version_after_one_that_was_rejected_at_its_end_is_no_rest_of_it(
+    actor: Actor,
+    folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    tells_names: bool,
+) -> None:
+    core, tensors = actor.core, tensors_of(folders["new"])
+    if not tells_names:
+        rows = [replace(r, names=lambda _: []) for r in core.vllm_inflight.adoption.rows]
+        monkeypatch.setattr(core.vllm_inflight.adoption, "rows", rows)
+    as_first_version(core)
+    before = served(core)
+    with pytest.raises(WeightsMismatch, match=r"layers\.0"):
+        actor.send(without(tensors, *[n for n in tensors if ".layers.0." in n]))
+    # Another version, which begins with another tensor and has all layers.
+    names = [name for name in tensors if name != "model.norm.weight"]
+    actor.send({name: tensors[name] for name in reversed(names)})
+    assert served(core)[1] == before[1] + 1
+
+
 def test_a_last_call_that_is_repeated_after_the_commit_is_rejected_by_name(
     actor: Actor, folders: dict[str, Path]
 ) -> None:
