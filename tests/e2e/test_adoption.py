@@ -246,8 +246,9 @@ def test_a_version_after_one_that_was_rejected_at_its_end_is_no_rest_of_it(
 ) -> None:
     core, tensors = actor.core, tensors_of(folders["new"])
     if not tells_names:
-        rows = [replace(r, names=lambda _: []) for r in core.vllm_inflight.adoption.rows]
-        monkeypatch.setattr(core.vllm_inflight.adoption, "rows", rows)
+        adoption = core.vllm_inflight.adoption
+        rows = [replace(row, names=lambda _: []) for row in adoption.rows]
+        monkeypatch.setattr(adoption, "rows", rows)
     as_first_version(core)
     before = served(core)
     with pytest.raises(WeightsMismatch, match=r"layers\.0"):

@@ -43,7 +43,7 @@ def booted(folders: dict[str, Path], pools: Pools) -> Iterator[EngineCore]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_custom_ops, "_supports_onednn", False)
         patch.setattr(type(current_platform), "is_sleep_mode_available", lambda _: True)
-        for method in ("sleep", "wake_up", "discard"):
+        for method in {"sleep", "wake_up", "discard"} & vars(Worker).keys():
             patch.setattr(CPUWorker, method, getattr(Worker, method))
         config = EngineArgs(
             str(folders["old"]),
@@ -154,6 +154,20 @@ def test_weights_lost_and_loaded_in_one_call_are_live_if_they_are_complete(
     assert says(core, "after") == expected
 
 
+def test_weights_that_were_written_before_they_slept_are_another_version(
+    core: EngineCore, folders: dict[str, Path]
+) -> None:
+    publish(core, folders["new"], "new")
+    expected = says(core, "expected")
+    publish(core, folders["old"], "old")
+    label = f"untracked-{call(core, 'info')['epoch'] + 1}"
+    rpc(core, "tests_fill_and_sleep", str(folders["new"]))
+    assert told_of(core) == ("asleep", label, False)
+    rpc(core, "tests_wake_pools")
+    assert told_of(core) == ("live", label, False)
+    assert says(core, "after") == expected
+
+
 def test_a_sleep_beside_the_engine_is_found_before_the_next_step(
     core: EngineCore, pools: Pools, folders: dict[str, Path]
 ) -> None:
@@ -202,6 +216,7 @@ def test_upstreams_own_sleep_is_no_sleep_of_the_workers(
     assert NOTICED not in caplog.text
 
 
+@pytest.mark.since("0.31.0")  # before, it is released with the weights
 @pytest.mark.parametrize("has_request", [False, True])
 def test_a_release_of_the_kv_cache_is_no_sleep_of_the_workers(
     core: EngineCore,

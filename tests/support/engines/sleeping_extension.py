@@ -1,4 +1,4 @@
-"""A worker extension that puts its own worker to sleep, and the engine core is not asked.
+"""A worker extension that puts its worker to sleep without the engine core.
 
 It asks upstream's allocator, as SkyRL does, and the worker's backend, as ROLL does.
 """
@@ -41,6 +41,11 @@ class SleepingExtension(Extension):
         _allocator().sleep(offload_tags=())
         _allocator().wake_up()
         self.tests_load(folder, names)
+
+    def tests_fill_and_sleep(self, folder: str) -> None:
+        """Load, and give the memory back with its content kept, all in one call."""
+        self.tests_load(folder)
+        _allocator().sleep(offload_tags=("weights", "kv_cache"))
 
     def _keep_buffers(self) -> None:
         """Keep what lies beside the weights and comes with no update."""

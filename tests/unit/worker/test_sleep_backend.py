@@ -320,14 +320,14 @@ def test_whoever_calls_the_backend_the_tripwire_knows_which_weights_sleep(
     wire = worker.watch()
     sleep(worker.backend)
     told = wire.look()
-    assert (told.asleep, told.is_sleep_new) == (["weights"], True)
+    assert told.asleep == ["weights"]
     assert told.lost == ([] if is_kept else ["weights"])
     wire.acknowledge_sleep()
     worker.backend.resume(["kv_cache"])
-    assert wire.is_asleep and not wire.look().is_sleep_new
+    assert wire.is_asleep and not wire.look().woken
     worker.backend.resume(["weights"])
     told = wire.look()
-    assert (told.asleep, told.is_sleep_new) == ([], True)
+    assert (told.asleep, told.woken) == ([], ["weights"])
     assert worker.serves(0) is is_kept
     # Weights that are lost are marked, although the engine core has taken note.
     num = len(list(worker.sets.live.parameters()))

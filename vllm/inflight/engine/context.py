@@ -142,7 +142,9 @@ class SleepState(Protocol):
     def lose(self, why: str) -> None:
         """Note that the weights are lost; decoding stops until whole weights come."""
 
-    def follow(self, name: str, asleep: set[str], lost: set[str]) -> None:
+    def follow(
+        self, name: str, asleep: set[str], woken: set[str], lost: set[str]
+    ) -> None:
         """Record a sleep that a call on the workers has begun or ended by itself."""
 
     def begin_load(self, name: str) -> None:

@@ -236,8 +236,8 @@ PATCHES = [
     Patch(
         target="vllm.v1.worker.gpu_worker:Worker._maybe_get_memory_pool_context",
         expects=("self", "tag"),
-        why="the weights in the arena are outside of the pools of upstream's sleep, and "
-        "the pools know whose memory they have",
+        why="the weights in the arena are outside of the pools of upstream's sleep; "
+        "the pools learn whose memory they have",
         remove_when="upstream allows a sleep backend to have pools of its own",
         around=_outside_of_pools,
     ),

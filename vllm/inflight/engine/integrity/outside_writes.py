@@ -315,18 +315,17 @@ class OutsideWrites:
             return
         self._note_displaced(name)
         self._follow_sleep(name)
-        if any(WEIGHTS in report["asleep"] for report in found):
-            return
+        is_asleep = any(WEIGHTS in report["asleep"] for report in found)
         is_loading = any(report["is_loading"] for report in found)
         is_written = any(report["is_written"] for report in found)
         has_written = known.is_certain or (known.is_expected and error is None)
-        is_written |= has_written
+        is_written |= has_written and not is_asleep
         if is_loading and error is not None:
             self._break_off(name, f"it has failed ({_text(error)})")
         elif is_loading and not self._is_torn:
             self._keep_open(name)
         elif not is_loading:
-            self._is_torn = False
+            self._is_torn &= is_asleep  # layers that sleep were not looked at
             self._lease.drop()
             try:
                 if is_written:
@@ -373,11 +372,12 @@ class OutsideWrites:
 
     def _follow_sleep(self, name: str) -> None:
         """Act on memory that a call has given back, or got again, on the ranks."""
-        found = self._found
-        if any(report["is_sleep_new"] for report in found):
-            asleep = {part for report in found for part in report["asleep"]}
-            lost = {part for report in found for part in report["lost"]}
-            self._controller.sleep.follow(name, asleep, lost)
+        asleep, woken, lost = (
+            {part for report in self._found for part in report[field]}
+            for field in ("asleep", "woken", "lost")
+        )
+        self._controller.sleep.follow(name, asleep, woken, lost)
+        if woken or lost:
             self.acknowledge_sleep()
 
     def _note_displaced(self, name: str) -> None:

@@ -502,7 +502,9 @@ class Sleep:
             self._controller.live_version.forget_before()
             self._go_on()
 
-    def follow(self, name: str, asleep: set[str], lost: set[str]) -> None:
+    def follow(
+        self, name: str, asleep: set[str], woken: set[str], lost: set[str]
+    ) -> None:
         """Record a sleep that a call on the workers has begun or ended by itself.
 
         A worker extension may put its own worker to sleep, or give back the memory of
@@ -512,11 +514,12 @@ class Sleep:
         Args:
             name: of the call.
             asleep: the parts of the memory that sleep now, on one rank or on more.
-            lost: the parts whose content was given up since the last call.
+            woken: the parts that one rank or more have woken up since the last call.
+            lost: the parts whose content was given up since then.
 
         """
         tags = self._core.model_executor.sleeping_tags
-        fell, woke = asleep - tags, (tags & {WEIGHTS, KV_CACHE}) - asleep
+        fell, woke = asleep - tags, (woken & tags) - asleep
         if not (fell or woke or lost):
             return
         if WEIGHTS in fell | lost:

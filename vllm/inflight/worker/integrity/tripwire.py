@@ -71,8 +71,8 @@ class WriteReport:
     """Whether a reload that has not ended has set layers aside."""
     asleep: list[str] = field(default_factory=list)
     """The parts of the memory that are given back, so that nothing can be compared."""
-    is_sleep_new: bool = False
-    """Whether a part fell asleep or woke up since the engine core last took note."""
+    woken: list[str] = field(default_factory=list)
+    """Parts that have got memory again since the engine core last took note."""
     lost: list[str] = field(default_factory=list)
     """Parts whose content was given up since then."""
     missing: list[str] = field(default_factory=list)
@@ -111,9 +111,9 @@ class Tripwire:
         """Called before a live model is loaded into; None if nothing is."""
         self._asleep: dict[str, bool] = {}
         """Part of the memory that is given back → whether its content comes back."""
-        self._is_sleep_new = False
-        """See `WriteReport`, as for `_lost`."""
+        self._woken: set[str] = set()
         self._lost: set[str] = set()
+        """See `WriteReport`, as for `_woken`."""
         self._is_written = False
         self._may_load = False
         """Whether a reload was begun; it may have ended since."""
@@ -177,7 +177,6 @@ class Tripwire:
         """
         for part in {*parts} - self._asleep.keys():
             self._asleep[part] = part in kept
-            self._is_sleep_new = True
             if part not in kept:
                 self._lost.add(part)
         self._touch()
@@ -192,9 +191,9 @@ class Tripwire:
             kept: patterns of the names of parameters whose content was restored.
 
         """
-        woken = [part for part in self._asleep if parts is None or part in parts]
+        woken = {part for part in self._asleep if parts is None or part in parts}
         has_content = {part: self._asleep.pop(part) for part in woken}
-        self._is_sleep_new |= bool(woken)
+        self._woken |= woken
         if not has_content.get(WEIGHTS, True):
             try:
                 self.make_blank(kept)
@@ -204,7 +203,7 @@ class Tripwire:
 
     def acknowledge_sleep(self) -> None:
         """The engine core knows which parts sleep, and which are lost."""
-        self._is_sleep_new = False
+        self._woken.clear()
         self._lost.clear()
 
     def note(self) -> None:
@@ -261,7 +260,7 @@ class Tripwire:
         """Compare the weights with the reference; returns a report."""
         sleep: dict[str, Any] = {
             "asleep": sorted(self._asleep),
-            "is_sleep_new": self._is_sleep_new,
+            "woken": sorted(self._woken),
             "lost": sorted(self._lost),
         }
         if self.is_asleep:
