@@ -14,6 +14,8 @@ from vllm import device_allocator
 from vllm.device_allocator import cumem
 
 from tests.support.engines.sleeping import LOST
+from vllm.inflight.patch import sleep
+from vllm.inflight.patch.records.record import apply
 from vllm.inflight.worker.integrity.pool_watch import watch_pools
 
 LOST_WORD = torch.tensor([LOST]).view(torch.int32).item()
@@ -28,6 +30,9 @@ class Pools:
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        for record in sleep.PATCHES:
+            if record.target.startswith(f"{cumem.__name__}:"):
+                apply(record)
         self._allocator = cumem.CuMemAllocator()
         self._worker: Any = None
         driver = SimpleNamespace(cudaMemcpy=ctypes.memmove)

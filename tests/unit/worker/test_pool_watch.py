@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.support.engines.pools_on_host import Pools
-from vllm.inflight.patch import apply_all
 from vllm.inflight.worker.worker_state import WorkerState
 
 
@@ -32,7 +31,6 @@ class Worker:
 
 @pytest.fixture
 def pools(monkeypatch: pytest.MonkeyPatch) -> Pools:
-    apply_all()
     return Pools(monkeypatch)
 
 

@@ -247,6 +247,7 @@ PATCHES = [
         why="a worker extension may give memory back without a call of the worker",
         remove_when="upstream reports which weights of a worker have memory",
         around=_noted_in_pools,
+        only_on="cuda",
     ),
     Patch(
         target=f"{_POOLS}.discard",
@@ -254,6 +255,7 @@ PATCHES = [
         why="a worker extension may give memory back without a call of the worker",
         remove_when="upstream reports which weights of a worker have memory",
         around=_noted_discarded_in_pools,
+        only_on="cuda",
     ),
     Patch(
         target=f"{_POOLS}.wake_up",
@@ -261,6 +263,7 @@ PATCHES = [
         why="weights without their content are marked before anything can write them",
         remove_when="upstream reports which weights of a worker have memory",
         around=_noted_awake_in_pools,
+        only_on="cuda",
     ),
     Patch(
         target="vllm.v1.worker.gpu_worker:Worker.sleep",
