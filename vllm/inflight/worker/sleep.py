@@ -6,7 +6,8 @@
 | level 2 | only buffers and gaps are copied; the weights are lost |
 | awake | memory at the same addresses, so that CUDA graphs stay valid |
 
-After level 2 the weights are zeros until an update has filled them.
+After level 2 the weights are zeros, which the tripwire marks as blank, until an update
+has filled them. It learns from here which weights sleep, whoever calls.
 
 Either level gives the shadow weights back, and with them the rollback target. When the
 engine wakes up, they get memory again, as a copy of the live weights. If there is no
