@@ -58,7 +58,10 @@ class Arm:
             facts = await self._update(self.engine, checkpoint)
             called = facts.pop("called", None)
             record.updates.append(Update(start, time.monotonic(), facts, called))
-            await asyncio.sleep(plan.steady_s)
+            rest = plan.steady_s
+            if plan.every_s is not None:
+                rest = max(0.0, start + plan.every_s - time.monotonic())
+            await asyncio.sleep(rest)
         record.ended = time.monotonic()
         _refuse_ended(streams)
         for stream in streams:

@@ -85,6 +85,17 @@ def update_figures(record: Record) -> list[UpdateFigures]:
     return figures
 
 
+def kept_share(record: Record) -> float:
+    """Tokens per second from the first update on, as a share of decoding alone.
+
+    What a trainer's search costs on the same GPU is in it.
+    """
+    alone = _stretches(record)[1:]
+    rate = sum(_tokens(record, each) for each in alone) / sum(map(_length, alone))
+    whole = record.updates[0].start, record.ended
+    return _tokens(record, whole) / _length(whole) / rate
+
+
 def steady_gaps_ms(record: Record) -> list[float]:
     """The gaps of decoding alone, in milliseconds."""
     stretches = _stretches(record)

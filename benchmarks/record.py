@@ -17,6 +17,9 @@ class Plan:
     steady_s: float
     checkpoints: list[str]
     """Published one after the other, decoding alone for `steady_s` around each."""
+    every_s: float | None = None
+    """Seconds from the call of one update to that of the next; None: `steady_s` after
+    its return."""
 
 
 @dataclass

@@ -51,7 +51,7 @@ WATCHED = (
     "worker.staging.throttle:DeviceThrottle.rest",
     "worker.staging.thread:tally",
     "worker.staging.thread:copy_unsent",
-    "worker.staging.thread:derive",
+    "worker.shadow.shadow_model:ShadowModel.derive",
     "worker.staging.thread:retie",
     "transport.buckets.tensor_list:TensorList.wholes",
     "transport.buckets.reassembly:Reassembly.into",
@@ -101,12 +101,28 @@ def wrap(paths: Iterable[str], wrapper: Callable[[str, Any], Any]) -> None:
 
     """
     for path in paths:
-        module_name, name = path.split(":")
-        owner: Any = importlib.import_module(f"vllm.inflight.{module_name}")
-        *parents, attribute = name.split(".")
-        for parent in parents:
-            owner = getattr(owner, parent)
+        owner, attribute = located(path)
+        name = path.partition(":")[2]
         setattr(owner, attribute, wrapper(name, getattr(owner, attribute)))
+
+
+def located(path: str) -> tuple[Any, str]:
+    """What has a function that `WATCHED` names, and the function's name in it.
+
+    Args:
+        path: module below `vllm.inflight`, and what in it.
+
+    Raises:
+        AttributeError: the module has no such thing.
+
+    """
+    module_name, name = path.split(":")
+    owner: Any = importlib.import_module(f"vllm.inflight.{module_name}")
+    *parents, attribute = name.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    getattr(owner, attribute)
+    return owner, attribute
 
 
 def read(worker: Any) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def _arm(
     """Add one arm to a panel, if it has such a figure."""
     points, wholes = [], []
     for title, figures in rounds.items():
-        if title == "rollbacks" or title.startswith("auto"):
+        if title == "rollbacks" or title.startswith(("auto", "every")):
             continue
         with suppress(KeyError):  # older files do not have all figures
             if title.startswith("whole"):

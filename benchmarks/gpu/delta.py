@@ -27,6 +27,9 @@ the engine, which needs `--engine '{"gpu_memory_utilization": 0.6}'` then.
 
 Without a GPU, `--shape tiny --backend inflight_gloo` tries the first two arms out.
 
+With `--every 1` one more round of each share has an update a second. Its `kept_share`
+are the tokens of the whole round as a share of those of decoding alone.
+
 A share such as `"auto 0.06"` leaves it to the trainer whether it sends a delta.
 
 With `--trace` one update of each kind is traced afterwards, in the first two arms. The
@@ -46,7 +49,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.figures import summary
+from benchmarks.figures import kept_share, summary
 from benchmarks.gpu.arm import PROFILED, ROLLBACK, TRACED
 from benchmarks.machine import facts
 from benchmarks.process import AS_IT_IS, arm
@@ -85,9 +88,9 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[tuple[str, Any]]
         with arm(name, module, path, log, environment) as process:
             print(f"{name}: up in {time.monotonic() - started:.0f} s", flush=True)
 
-            def play(share: str, count: int) -> Record:
+            def play(share: str, count: int, every_s: float | None = None) -> Record:
                 return process.carry_out(
-                    Plan(options.streams, 64, 0.5, [share] * count)
+                    Plan(options.streams, 64, 0.5, [share] * count, every_s)
                 )
 
             titles = shares if name == SPARSE else [whole, *shares, whole]
@@ -101,6 +104,11 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[tuple[str, Any]]
                     play(share, 2)
                 title = share if share != whole else "whole" + " again" * bool(number)
                 yield title, figures(play(share, options.updates))
+            for share in shares if options.every else ():
+                play(share, 1)
+                record = play(share, options.updates, options.every)
+                kept = {"kept_share": kept_share(record)}
+                yield f"every {options.every:g} s, {share}", figures(record) | kept
             if name in ARMS:
                 yield "rollbacks", figures(play(ROLLBACK, NUM_ROLLBACKS))
             tools = {"trace": TRACED, "profile": PROFILED}
@@ -152,6 +160,9 @@ def main() -> None:
     parser.add_argument("--log-gib", type=float, default=3.0, help="for the arm delta")
     parser.add_argument("--ranks", default="", help="of the engine, a GPU each")
     parser.add_argument("--trainer-ranks", type=int, default=1, help="a GPU each")
+    parser.add_argument(
+        "--every", type=float, help="seconds between updates of one more round each"
+    )
     parser.add_argument("--trace", action="store_true", help="one more of each kind")
     parser.add_argument("--profile", action="store_true", help="likewise")
     parser.add_argument("--engine", default="{}", help="more options, as JSON")

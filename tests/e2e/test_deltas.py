@@ -527,6 +527,19 @@ def test_a_flipped_bit_changes_nothing(sent):
         sent.send(pairs)
 
 
+def test_parts_that_come_together_lead_to_the_same_version(llm, weights, tmp_path):
+    """On a GPU they are decoded and written in one set of launches."""
+    with Publisher(llm, weights) as to:
+        to.publish("base")
+    sent = Sent(llm, weights, tmp_path)
+    sent.send(sent.pairs())
+    together = llm.weight_info()["digest"], tokens(llm)
+    (whole := tmp_path / "whole").mkdir()
+    save_file(sent.new, whole / "model.safetensors")
+    llm.update_weights_from_disk(str(whole))
+    assert (llm.weight_info()["digest"], tokens(llm)) == together
+
+
 def test_a_delta_from_another_version_is_rejected_at_once(sent, llm):
     sent.manifest["base"] = "0" * 32
     with pytest.raises(BaseMismatch, match="0000") as rejected:

@@ -44,6 +44,7 @@ from tests.e2e.test_delta_staging import (  # noqa: F401 (tests, run here on a G
     test_nan_is_rejected_and_changes_nothing,
     test_one_tensor_of_a_fused_parameter_may_change_alone,
     test_only_what_differs_from_the_live_weights_enters_the_log,
+    test_parts_that_come_together_lead_to_the_same_version,
     test_small_deltas_keep_the_namespace_of_kv_and_a_large_one_begins_another,
     test_tensors_in_float32_are_served_as_a_fresh_engine_casts_them,
     test_there_is_one_set_of_weights_and_it_stays_where_it_is,

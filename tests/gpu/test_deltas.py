@@ -22,6 +22,7 @@ from tests.e2e.test_deltas import (  # noqa: F401 (tests, run here on a GPU)
     test_a_version_without_a_change_is_a_version,
     test_after_another_trainers_version_the_whole_one_is_sent,
     test_one_tensor_of_a_fused_parameter_may_change_alone,
+    test_parts_that_come_together_lead_to_the_same_version,
     test_small_deltas_keep_the_namespace_of_kv_and_a_large_one_begins_another,
     test_when_most_has_changed_the_whole_version_is_sent,
     weights,

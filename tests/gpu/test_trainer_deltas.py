@@ -34,6 +34,7 @@ KEPT = [
 ]
 
 
+@pytest.mark.parametrize("staging", ["device", "delta"])
 @pytest.mark.parametrize(("backend", "options"), KEPT)
 def test_a_chain_of_deltas_equals_whole_versions(
     start: Callable[..., Any],
@@ -41,10 +42,18 @@ def test_a_chain_of_deltas_equals_whole_versions(
     chain: list[Path],
     backend: str,
     options: dict[str, str],
+    staging: str,
 ) -> None:
+    """With delta staging, an engine on the trainer's GPU reads whole tensors where the
+    trainer lends them."""
     from vllm.config.weight_transfer import WeightTransferConfig
 
-    llm = start(old, weight_transfer_config=WeightTransferConfig(backend=backend))
+    llm = start(
+        old,
+        weight_transfer_config=WeightTransferConfig(backend=backend),
+        # A log for versions of which every element differs.
+        additional_config={"inflight": {"staging": staging, "delta_gib": 0.05}},
+    )
 
     def served() -> tuple[str, list[list[int]]]:
         return llm.weight_info()["digest"], greedy(llm)

@@ -56,7 +56,7 @@ PHASES = (
     "worker.staging.throttle:_AnyThrottle.take_break",
     "transport.waiting:WaitLimit.until",
     "transport.cuda_ipc.handles:Mappings.find",
-    "transport.cuda_ipc.handles:Mappings.drop_unnamed",
+    "transport.cuda_ipc.handles:Mappings.end_update",
 )
 """Module below `vllm.inflight`, and the function whose calls are told."""
 

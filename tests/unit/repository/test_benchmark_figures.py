@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.figures import AFTER_S, steady, update_figures
+from benchmarks.figures import AFTER_S, kept_share, steady, update_figures
 from benchmarks.record import Record, Update
 
 STEP_S, SLOWER_S = 0.01, 0.02
@@ -20,3 +20,12 @@ def test_decoding_before_the_first_update_is_told_apart_from_all_of_it() -> None
     assert found["tokens_per_s"] == pytest.approx(2 * 150 / 2, rel=1e-6)
     assert found["context_tokens"] == pytest.approx(sum(range(2, 301, 2)) / 150)
     assert len(update_figures(record)) == 1
+
+
+def test_the_tokens_of_a_round_of_updates_are_compared_with_decoding_alone() -> None:
+    """Two updates a second apart, and each of them stops decoding for 0.1 s."""
+    updates = [Update(10.0, 10.1), Update(11.0, 11.1)]
+    times = [STEP_S * number + 9 for number in range(1, 301)]
+    alone = [at for at in times if not any(u.start < at <= u.end for u in updates)]
+    record = Record([[(at, 1) for at in alone]], 9.0, 12.0, updates)
+    assert kept_share(record) == pytest.approx(0.9, rel=0.02)

@@ -1,5 +1,9 @@
 """The trace of an update tells where a step waits."""
 
+import pytest
+
+from benchmarks import stopwatch
+from benchmarks.gpu.watch import profile, trace
 from benchmarks.gpu.watch.trace import STEP, stretches, table
 
 MS = 1_000_000
@@ -55,3 +59,11 @@ def test_steps_in_pieces_are_one_line():
     trace = {"spans": [*pieces, span("x", 1, 2, 0)], "streams": {}, "calls": []}
     line = list(table(trace))[1]
     assert line.split()[:4] == ["-1.00", "7.00", "2.00", "1.50"]
+
+
+@pytest.mark.parametrize(
+    "path", sorted({*stopwatch.WATCHED, *trace.PHASES, *profile.PHASES})
+)
+def test_every_function_that_is_watched_exists(path):
+    owner, name = stopwatch.located(path)
+    assert callable(getattr(owner, name))

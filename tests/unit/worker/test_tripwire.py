@@ -1,8 +1,10 @@
 """The tripwire of a rank, on a model of two layers: what it notices, and mends."""
 
 import copy
+import gc
 import pickle
 import threading
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from vllm.inflight.worker.integrity import fingerprint
 from vllm.inflight.worker.integrity.tripwire import Tripwire, tripwire_of
 from vllm.inflight.worker.status_board import StatusBoard
 
@@ -178,6 +181,36 @@ def test_a_weight_of_another_shape_stays_where_it_was_put_and_is_reported(
     assert worker.model.up.weight.shape == (64, 128)
 
 
+def test_the_sampled_lines_are_found_once_while_weights_stay_where_they_are(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = []
+    real = fingerprint.Lines
+    monkeypatch.setattr(
+        fingerprint, "Lines", lambda tensors: made.append(1) or real(tensors)
+    )
+    worker.wire.keep_places()
+    for _ in range(3):
+        assert not worker.is_written
+    assert len(made) == 1
+    worker.model.up.weight.data.fill_(1)
+    assert worker.is_written and len(made) == 1
+    worker.wire.acknowledge()
+    worker.model.up.weight = torch.nn.Parameter(torch.ones(64, 128))
+    assert worker.is_written and len(made) == 2
+
+
+def test_without_kept_places_nothing_holds_memory_that_a_model_has_left(
+    worker: Worker,
+) -> None:
+    assert not worker.is_written
+    left = weakref.ref(worker.model.up.weight)
+    memory = weakref.ref(worker.model.up.weight.untyped_storage())
+    worker.model.up.weight = torch.nn.Parameter(torch.ones(128, 64))
+    gc.collect()
+    assert left() is None and memory() is None
+
+
 def test_expert_moves_by_upstream_do_not_count_as_writes() -> None:
     worker = Worker(enable_eplb=True)
     worker.model.up.weight.data.fill_(1)
@@ -265,7 +298,7 @@ def test_weights_that_cannot_be_sampled_do_not_count_as_written(
     def fail(_: Any) -> Any:
         raise torch.OutOfMemoryError("of a test")
 
-    monkeypatch.setattr("vllm.inflight.worker.integrity.fingerprint.sample", fail)
+    monkeypatch.setattr(fingerprint, "Lines", fail)
     worker.wire.changed()
     worker.wire.arm()
     assert not worker.is_written
@@ -274,8 +307,6 @@ def test_weights_that_cannot_be_sampled_do_not_count_as_written(
 
 
 def test_layers_of_a_freed_model_have_no_tripwire() -> None:
-    import gc
-
     worker = Worker()
     layer = worker.model.up
     assert tripwire_of(layer) is worker.wire

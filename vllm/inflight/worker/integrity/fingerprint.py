@@ -29,7 +29,7 @@ BLANK = 0x0D0B_0705_0B03_0907
 """A small finite number in every dtype, so that a step on blank weights is harmless."""
 
 Sample = list[torch.Tensor]
-"""One host tensor for each sampled tensor."""
+"""Sampled bytes on the host."""
 
 
 def words_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -46,21 +46,46 @@ def words_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return _memory_of(tensor, torch.int64, first, max(0, last - first))
 
 
+class Lines:
+    """The lines of tensors that are sampled, as views of their memory.
+
+    Making the views of a model takes milliseconds of Python. Reading them takes few
+    operators, so views of memory that stays are kept.
+
+    Args:
+        tensors: to sample; a tensor without lines is sampled whole.
+
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._num = len(tensors)
+        grouped: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        pieces = [_piece_of(tensor) for tensor in tensors]
+        for number, piece in enumerate(pieces):
+            grouped.setdefault((piece.device, piece.dtype), []).append(number)
+        self._groups = [
+            (numbers, [pieces[number] for number in numbers])
+            for numbers in grouped.values()
+        ]
+
+    def read(self) -> Sample:
+        """The bytes as they are now, joined in host tensors; waits for the stream."""
+        return [to_host(torch.cat(pieces)) for _, pieces in self._groups]
+
+    def split(self, sample: Sample) -> Sample:
+        """What `read` returned, as one host tensor for each sampled tensor."""
+        found: Sample = [torch.empty(0)] * self._num
+        for (numbers, pieces), joined in zip(self._groups, sample, strict=True):
+            sizes = [len(piece) for piece in pieces]
+            for number, part in zip(numbers, joined.split(sizes), strict=True):
+                found[number] = part
+        return found
+
+
 def sample(tensors: Sequence[torch.Tensor]) -> Sample:
     """A sample of each tensor, on the host; waits for the current stream."""
-    lines: list[torch.Tensor] = []
-    rest: list[torch.Tensor] = []
-    is_long: list[bool] = []
-    for tensor in tensors:
-        words = words_of(tensor)
-        is_long.append(words is not None and words.nbytes > LINES * LINE_BYTES)
-        if words is not None and is_long[-1]:
-            lines.append(_lines_of(words))
-        else:
-            rest.append(_bytes_of(tensor))
-    sampled = iter(_to_host(lines, [LINES] * len(lines)))
-    others = iter(_to_host(rest, [each.numel() for each in rest]))
-    return [next(sampled if long else others) for long in is_long]
+    lines = Lines(tensors)
+    return lines.split(lines.read())
 
 
 def is_same(one: Sample, other: Sample) -> bool:
@@ -112,6 +137,14 @@ def _lines_of(words: torch.Tensor) -> torch.Tensor:
     return words.as_strided((LINES, width), (step, 1), words.storage_offset())
 
 
+def _piece_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What is sampled of a tensor: int64 [LINES, words of a line], or bytes."""
+    words = words_of(tensor)
+    if words is not None and words.nbytes > LINES * LINE_BYTES:
+        return _lines_of(words)
+    return _bytes_of(tensor)
+
+
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """All bytes of a small tensor; the first bytes of a tensor with gaps."""
     whole = tensor.detach()
@@ -127,14 +160,3 @@ def _memory_of(
     """A part of the storage of a tensor, counted in elements of `dtype`."""
     view = torch.empty(0, dtype=dtype, device=tensor.device)
     return view.set_(tensor.untyped_storage(), first, (count,), (1,))
-
-
-def _to_host(pieces: list[torch.Tensor], sizes: list[int]) -> list[torch.Tensor]:
-    """Copy pieces of one width to the host, device by device, keeping the order."""
-    found: list[torch.Tensor] = [torch.empty(0)] * len(pieces)
-    for device in {piece.device for piece in pieces}:
-        own = [i for i, piece in enumerate(pieces) if piece.device == device]
-        joined = to_host(torch.cat([pieces[i] for i in own]))
-        for i, part in zip(own, joined.split([sizes[i] for i in own]), strict=True):
-            found[i] = part
-    return found

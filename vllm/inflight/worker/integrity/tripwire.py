@@ -37,7 +37,7 @@ from vllm.inflight.worker.adopted_call import is_of_method, rejected
 from vllm.inflight.worker.integrity import fingerprint
 from vllm.inflight.worker.model import layerwise_reload, registrations
 from vllm.inflight.worker.model.drafter import served_by, trees
-from vllm.inflight.worker.model.layers import layers, parameters
+from vllm.inflight.worker.model.layers import layers, parameters, parameters_by_name
 from vllm.inflight.worker.model.mla import is_derived
 from vllm.inflight.worker.model.quantized import has_cache_scales
 from vllm.inflight.worker.model_state import ModelState, recall
@@ -128,6 +128,8 @@ class Tripwire:
         self._homes: dict[str, tuple[torch.nn.Parameter, torch.Tensor]] = {}
         """Parameters and their memory, on a device whose graphs refer to that memory.
         """
+        self._lines: tuple[list[object], fingerprint.Lines] | None = None
+        """Where parameters lie that stay in their homes, and their sampled lines."""
         self._displaced: set[str] = set()
         if worker.device.type == "cuda":
             self.keep_places()
@@ -344,23 +346,29 @@ class Tripwire:
             self._board.touch()
 
     def _bring_home(self) -> None:
+        if not self._homes:
+            return
+        moved: dict[str, tuple[torch.nn.Parameter, torch.Tensor]] = {}
+        # The walk that finds the layers is slow, and decoding waits for it.
+        for name, param in parameters_by_name(self._root).items():
+            home = self._homes.get(name)
+            if home is None or _is_at_home(param, *home):
+                continue
+            self._is_written = True
+            if (param.shape, param.dtype) != (home[1].shape, home[1].dtype):
+                self._displaced.add(name)
+                continue
+            moved[name] = home
+        if not moved:
+            return
         with torch.no_grad():
-            for name, layer, key, param in (
-                parameters(self._root) if self._homes else ()
-            ):
-                if name not in self._homes:
-                    continue
-                own, place = self._homes[name]
-                if param is own and param.data_ptr() == place.data_ptr():
-                    continue
-                self._is_written = True
-                if (param.shape, param.dtype) != (place.shape, place.dtype):
-                    self._displaced.add(name)
-                    continue
-                place.copy_(param.data)
-                own.data = place
-                layer._parameters[key] = own
-                registrations.changed()
+            for name, layer, key, param in list(parameters(self._root)):
+                if name in moved:
+                    own, place = moved[name]
+                    place.copy_(param.data)
+                    own.data = place
+                    layer._parameters[key] = own
+        registrations.changed()
 
     def _compare(self) -> None:
         if self.is_filling and self._reference is None:
@@ -392,9 +400,22 @@ class Tripwire:
             return None
 
     def _sampled(self) -> tuple[list[State], fingerprint.Sample]:
-        found = [p for *_, p in parameters(self._root) if _has_memory(p)]
+        if self._homes:
+            walked: Iterable[torch.nn.Parameter] = parameters_by_name(
+                self._root
+            ).values()
+        else:  # what is kept of a walk would hold memory that the model has left
+            walked = (param for *_, param in parameters(self._root))
+        found = [param for param in walked if _has_memory(param)]
         states = [(id(p), _version(p), p.data_ptr()) for p in found]
-        return states, fingerprint.sample([p.data for p in found])
+        if not self._homes:
+            return states, fingerprint.Lines([p.data for p in found]).read()
+        places: list[object] = [
+            (id(p), p.data_ptr(), p.dtype, p.shape, p.stride()) for p in found
+        ]
+        if self._lines is None or self._lines[0] != places:
+            self._lines = places, fingerprint.Lines([p.data for p in found])
+        return states, self._lines[1].read()
 
     def noted(self, weights: Iterable[Any]) -> Iterable[Any]:
         """`weights` for `load_weights`; the first tensor taken from them is noted."""
@@ -468,6 +489,13 @@ def _with_samples(
     samples = fingerprint.sample([param.data for param in params.values()])
     for (name, param), sampled in zip(params.items(), samples, strict=True):
         yield name, param, sampled
+
+
+def _is_at_home(
+    param: torch.nn.Parameter, own: torch.nn.Parameter, place: torch.Tensor
+) -> bool:
+    """Whether a layer has its own parameter, where it was placed."""
+    return param is own and param.data_ptr() == place.data_ptr()
 
 
 def _has_memory(param: torch.Tensor) -> bool:
