@@ -211,6 +211,54 @@ def test_the_first_version_with_gaps_is_warned_of_until_a_second_one_agrees(
     assert "first version of this engine" not in second[1]
 
 
+@pytest.mark.parametrize("is_late", ["in a layer", "after all layers"])
+def test_the_rest_of_a_version_is_no_first_version_unless_it_comes_twice(
+    actor: Actor, folders: dict[str, Path], is_late: str
+) -> None:
+    """As an engine gets it that is restarted while a trainer sends."""
+    core, tensors = actor.core, tensors_of(folders["new"])
+    layers = [n for n in tensors if ".layers." in n]
+    missed = layers if is_late == "after all layers" else layers[: len(layers) // 2]
+    rest = without(tensors, *missed)
+    as_first_version(core)
+    core.model_executor.driver_worker.worker.vllm_inflight.stager.doubted.clear()
+    before, said = served(core), says(core, "before")
+    with pytest.raises(WeightsMismatch, match=r"layers\.0"):
+        actor.send(rest)
+    assert served(core) == before and says(core, "after") == said
+    # Another set is another rest, and no confirmation.
+    with pytest.raises(WeightsMismatch, match=r"layers\.0"):
+        actor.send(without(rest, "model.norm.weight"))
+    with pytest.raises(WeightsMismatch, match=r"layers\.0"):
+        actor.send(rest)
+    assert served(core) == before
+    actor.send(rest)
+    assert served(core)[1] == before[1] + 1
+
+
+@pytest.mark.parametrize("tells_names", [True, False])
+def test_a_version_after_one_that_was_rejected_at_its_end_is_no_rest_of_it(
+    actor: Actor,
+    folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    tells_names: bool,
+) -> None:
+    core, tensors = actor.core, tensors_of(folders["new"])
+    if not tells_names:
+        adoption = core.vllm_inflight.adoption
+        rows = [replace(row, names=lambda _: []) for row in adoption.rows]
+        monkeypatch.setattr(adoption, "rows", rows)
+    as_first_version(core)
+    before = served(core)
+    with pytest.raises(WeightsMismatch, match=r"layers\.0"):
+        actor.send(without(tensors, *[n for n in tensors if ".layers.0." in n]))
+    # Another version, which begins with another tensor and has all layers.
+    names = [name for name in tensors if name != "model.norm.weight"]
+    actor.send({name: tensors[name] for name in reversed(names)})
+    assert served(core)[1] == before[1] + 1
+
+
 def test_a_last_call_that_is_repeated_after_the_commit_is_rejected_by_name(
     actor: Actor, folders: dict[str, Path]
 ) -> None:

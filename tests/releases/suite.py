@@ -39,6 +39,7 @@ CORE = (
     "tests/e2e/test_adopted_ends.py",
     "tests/e2e/test_declared_writes.py",
     "tests/e2e/test_out_of_band_writes.py",  # what is not adopted is not hidden
+    "tests/e2e/test_sleeps_inside_workers.py",
     "tests/e2e/test_absorbed_pauses.py",
     "tests/e2e/test_untested_release.py",  # in spawned processes
     "tests/e2e/test_killed_front_ends.py",  # processes that end with their parent

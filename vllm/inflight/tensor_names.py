@@ -41,6 +41,21 @@ MOST_KEPT = 4
 """Most names that a `name_map` in a message lists as exceptions."""
 
 _NUMBER = re.compile(r"\d+")
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
+"""The number of a layer in its stack, or of an expert."""
+
+
+def lacks_layers(sent: Iterable[str], unsent: Iterable[str]) -> bool:
+    """Whether some layers of a stack were sent and others not, or no layer at all.
+
+    A part of a model that its trainer leaves alone, such as a vision tower, has stacks
+    of its own. Names are those of parameters.
+    """
+    kinds, lacking = (
+        {_LAYER.sub("#", name) for name in names if _LAYER.search(name)}
+        for names in (sent, unsent)
+    )
+    return bool(lacking) and (not kinds or not kinds.isdisjoint(lacking))
 
 
 def checkpoint_names(param: str, fused: Mapping[str, Sequence[str]]) -> list[str]:

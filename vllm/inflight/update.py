@@ -43,6 +43,9 @@ IS_DIGEST = re.compile(r"[0-9a-f]{32}").fullmatch
 DRAFT = "draft."
 """Prefix of the names of a drafter's tensors."""
 
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+"""Upstream's names of the parts of the memory that a sleep gives back."""
+
 
 class Phase(StrEnum):
     """The phase of an update."""

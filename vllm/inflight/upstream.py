@@ -165,6 +165,7 @@ NAMES = {
     "WeightTransferTrainerFactory": (
         "vllm.distributed.weight_transfer.factory:WeightTransferTrainerFactory"
     ),
+    "device_allocator": "vllm:device_allocator",
     "CuMemBackend": "vllm.device_allocator.sleep_mode_backend:CuMemBackend",
     "unpinned_nccl_env": "vllm.utils.nccl:unpinned_nccl_env",
     # engine

@@ -18,6 +18,7 @@ from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes
 
 from vllm.inflight.messages import Status
+from vllm.inflight.worker.integrity.tripwire import WriteReport
 from vllm.inflight.worker.status_board import StatusBoard
 
 BLOCK = 16
@@ -228,10 +229,13 @@ class SimulatedExecutor(UniProcExecutor):
             self.is_loading = False
         elif move == "overwritten":
             self.is_written = False
-        facts = {"is_written": self.is_written, "is_loading": self.is_loading}
-        facts |= {"missing": [], "num_missing": 0, "num_required": 1, "thread": None}
-        facts["displaced"] = self.displaced
-        return {"ok": facts if move in ("look", "put_back") else None}
+        report = WriteReport(
+            is_written=self.is_written,
+            is_loading=self.is_loading,
+            num_required=1,
+            displaced=self.displaced,
+        )
+        return {"ok": report.to_dict() if move in ("look", "put_back") else None}
 
     def _tests_write(self, weights: int, then: str = "") -> None:
         """A worker extension's method: writes in place, and may not come to its end."""

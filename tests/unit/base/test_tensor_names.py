@@ -12,6 +12,7 @@ from vllm.inflight.tensor_names import (
     Neighbours,
     checkpoint_names,
     describe_unknown,
+    lacks_layers,
     matcher,
     nearest,
     paired,
@@ -39,6 +40,25 @@ def test_a_fused_parameter_is_filled_by_its_shards_in_order():
         "model.layers.0.self_attn.k_proj.weight",
         "model.layers.0.self_attn.v_proj.weight",
     ]
+
+
+@pytest.mark.parametrize(
+    ("sent", "unsent", "lacks"),
+    [
+        ("m.layers.1.q m.norm", "m.layers.0.q m.embed", True),
+        ("m.layers.0.q m.layers.1.k", "m.layers.0.k", True),
+        ("m.norm head", "m.layers.0.q m.embed", True),
+        ("m.layers.0.q m.norm", "visual.blocks.0.q visual.patch", False),
+        ("m.layers.0.q m.norm", "m.embed", False),
+        ("m.layers.0.experts.1.w", "m.layers.0.experts.0.w", True),
+        ("m.norm", "head", False),
+        ("m.norm", "", False),
+    ],
+)
+def test_a_version_lacks_layers_if_others_of_their_stack_or_none_at_all_were_sent(
+    sent: str, unsent: str, lacks: bool
+) -> None:
+    assert lacks_layers(sent.split(), unsent.split()) is lacks
 
 
 def test_patterns_are_those_of_a_shell_over_whole_names():

@@ -15,8 +15,9 @@ from tests.support.transports import lent_to
 from tests.support.transports.host_memory import HostMemory
 from tests.unit.transport.test_ipc import lent
 from tests.unit.worker.test_arena import limit
-from vllm.inflight.errors import ArenaFault, ArenaTorn, ConfigError
+from vllm.inflight.errors import ArenaFault, ArenaTorn, ConfigError, UpdateBusy
 from vllm.inflight.worker.integrity.outside_writes import overwritten
+from vllm.inflight.worker.integrity.tripwire import Tripwire
 from vllm.inflight.worker.memory import placement
 from vllm.inflight.worker.memory.arena import Arena
 from vllm.inflight.worker.model_state import ModelState
@@ -53,12 +54,31 @@ class Worker:
         shadow = self.sets.shadow
         shadow.arenas = (arena,)
         shadow.pair = lambda: ShadowModel.pair(shadow)
-        self.backend = SleepBackend(self.sets.stager, arena)
+        stager = self.sets.stager
+        self.state = WorkerState(stager=stager).attach(stager.worker)
+        self.backend = SleepBackend(stager, arena)
 
     def publish(self, seed: int) -> None:
         self.sets.shadow.pair()
         self.sets.stage(version(seed).items())
         self.sets.stager.flip()
+
+    def watch(self) -> Tripwire:
+        """A tripwire over the live weights, as upstream's loader gives a worker one."""
+        live, worker = self.sets.live, self.sets.stager.worker
+        rank: Any = SimpleNamespace(
+            device=torch.device("cpu"),
+            model_runner=SimpleNamespace(
+                get_model=lambda: live, get_draft_model=lambda: None
+            ),
+            vllm_config=SimpleNamespace(
+                parallel_config=SimpleNamespace(enable_eplb=False),
+                speculative_config=None,
+            ),
+        )
+        self.state.tripwire = wire = Tripwire(rank)
+        assert WorkerState.find(worker) is self.state
+        return wire
 
     def serves(self, seed: int) -> bool:
         return shows(self.sets.live, version(seed)) and torch.equal(self.buffer, BUFFER)
@@ -283,6 +303,52 @@ def test_a_log_is_given_back_with_the_weights_of_an_arena(
     worker.backend.resume(["weights"])
     assert shadow.log._memory is not None and worker.arena.phase == "consolidated"
     assert worker.serves(0) or level == 2
+
+
+@pytest.mark.parametrize(
+    ("sleep", "is_kept"),
+    [
+        (lambda backend: backend.suspend(1), True),
+        (lambda backend: backend.suspend(2), False),
+        (lambda backend: backend.discard(("weights",)), False),
+        (lambda backend: (backend.prepare(1), backend.discard(("weights",))), True),
+    ],
+)
+def test_whoever_calls_the_backend_the_tripwire_knows_which_weights_sleep(
+    worker: Worker, sleep: Callable[[SleepBackend], None], *, is_kept: bool
+) -> None:
+    wire = worker.watch()
+    sleep(worker.backend)
+    told = wire.look()
+    assert told.asleep == ["weights"]
+    assert told.lost == ([] if is_kept else ["weights"])
+    wire.acknowledge_sleep()
+    worker.backend.resume(["kv_cache"])
+    assert wire.is_asleep and not wire.look().woken
+    worker.backend.resume(["weights"])
+    told = wire.look()
+    assert (told.asleep, told.woken) == ([], ["weights"])
+    assert worker.serves(0) is is_kept
+    # Weights that are lost are marked, although the engine core has taken note.
+    num = len(list(worker.sets.live.parameters()))
+    assert told.num_missing == told.num_required == (0 if is_kept else num)
+
+
+@pytest.mark.parametrize("call", ["suspend", "discard"])
+def test_weights_do_not_sleep_while_an_update_is_staged(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    wire = worker.watch()
+    worker.publish(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(worker.sets.stager), "is_busy", True)
+        with pytest.raises(UpdateBusy, match="while an update is staged"):
+            getattr(worker.backend, call)(1 if call == "suspend" else ("weights",))
+    assert worker.arena.phase == "paired" and worker.serves(1) and not wire.is_asleep
+    worker.publish(2)
+    worker.backend.suspend(1)
+    worker.backend.resume()
+    assert worker.serves(2)  # no copy was left of the weights before
 
 
 def test_sleeping_twice_is_sleeping_once(worker: Worker) -> None:

@@ -220,11 +220,11 @@ def test_expert_moves_by_upstream_do_not_count_as_writes() -> None:
 
 
 def test_weights_that_sleep_are_not_read(worker: Worker) -> None:
-    worker.wire.is_asleep = True
+    worker.wire.note_asleep(("weights",), ("weights",))
     worker.model.up.weight.data.fill_(1)
     report = worker.wire.look()
-    assert report.is_asleep and not report.is_written
-    worker.wire.is_asleep = False
+    assert report.asleep == ["weights"] and not report.is_written
+    worker.wire.note_awake(None, ())
     assert worker.is_written
 
 

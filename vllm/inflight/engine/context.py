@@ -142,6 +142,11 @@ class SleepState(Protocol):
     def lose(self, why: str) -> None:
         """Note that the weights are lost; decoding stops until whole weights come."""
 
+    def follow(
+        self, name: str, asleep: set[str], woken: set[str], lost: set[str]
+    ) -> None:
+        """Record a sleep that a call on the workers has begun or ended by itself."""
+
     def begin_load(self, name: str) -> None:
         """Note that the call `name` has begun a reload; decoding stops meanwhile."""
 
@@ -157,6 +162,9 @@ class OutOfBandWrites(Protocol):
 
     def abort(self, why: str = ...) -> bool:
         """End a reload under way; returns whether there was one."""
+
+    def acknowledge_sleep(self) -> None:
+        """Let the ranks forget a sleep that the engine core has asked for."""
 
     def take_back_fill(self) -> None:
         """Mark lost weights again if an update has filled some of them and ended."""

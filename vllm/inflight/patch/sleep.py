@@ -9,6 +9,7 @@ from typing import Any
 from vllm.inflight import upstream
 from vllm.inflight.patch.controllers import controller_of
 from vllm.inflight.patch.records.record import Patch
+from vllm.inflight.update import KV_CACHE, WEIGHTS
 from vllm.inflight.worker.worker_state import WorkerState
 
 
@@ -77,44 +78,84 @@ def _outside_of_pools(original: Callable[..., Any]) -> Callable[..., Any]:
     def _maybe_get_memory_pool_context(self: upstream.Worker, tag: str) -> Any:
         from vllm.inflight.worker.memory.placement import is_wanted
 
-        if tag == "weights" and is_wanted(self.vllm_config):
+        if tag == WEIGHTS and is_wanted(self.vllm_config):
             return nullcontext()  # pools do not nest, and the arena has its own pool
-        return original(self, tag)
+        context = original(self, tag)
+        if not isinstance(context, nullcontext):
+            from vllm.inflight.worker.integrity.pool_watch import watch_pools
+
+            watch_pools(self)
+        return context
 
     return _maybe_get_memory_pool_context
 
 
-def _note_asleep(worker: upstream.WorkerBase, is_asleep: bool) -> None:
-    if (wire := WorkerState.of(worker).tripwire) is not None:
-        wire.is_asleep = is_asleep
+def _noted_in_pools(original: Callable[..., Any]) -> Callable[..., Any]:
+    def sleep(self: Any, offload_tags: tuple[str, ...] | str | None = None) -> None:
+        from vllm.inflight.worker.integrity.pool_watch import note_pools_asleep
+
+        note_pools_asleep(self, None, offload_tags or ())
+        original(self, offload_tags)
+
+    return sleep
+
+
+def _noted_discarded_in_pools(original: Callable[..., Any]) -> Callable[..., Any]:
+    def discard(self: Any, tags: tuple[str, ...] | str) -> None:
+        from vllm.inflight.worker.integrity.pool_watch import note_pools_asleep
+
+        note_pools_asleep(self, tags, ())
+        original(self, tags)
+
+    return discard
+
+
+def _noted_awake_in_pools(original: Callable[..., Any]) -> Callable[..., Any]:
+    def wake_up(self: Any, tags: list[str] | None = None) -> None:
+        from vllm.inflight.worker.integrity.pool_watch import note_pools_awake
+
+        original(self, tags)
+        note_pools_awake(self, tags)
+
+    return wake_up
 
 
 def _noted_asleep(original: Callable[..., Any]) -> Callable[..., Any]:
     def sleep(self: upstream.Worker, level: int = 1) -> None:
-        _note_asleep(self, True)  # also if the call fails half-way
-        original(self, level)
+        from vllm.inflight.worker.integrity.outside_writes import note_asleep
+
+        try:
+            original(self, level)
+        finally:  # a backend that is not upstream's or ours has noted nothing
+            if self.model_config.enable_sleep_mode:
+                kept = (WEIGHTS,) if level == 1 else ()
+                note_asleep(self, (WEIGHTS, KV_CACHE), kept)
 
     return sleep
 
 
 def _noted_discarded(original: Callable[..., Any]) -> Callable[..., Any]:
     def discard(self: upstream.Worker, tags: tuple[str, ...]) -> None:
-        if "weights" in tags:
-            _note_asleep(self, True)
-        original(self, tags)
+        from vllm.inflight.worker.integrity.outside_writes import note_asleep
+
+        try:
+            original(self, tags)
+        finally:  # see `sleep`
+            if self.model_config.enable_sleep_mode:
+                note_asleep(self, {WEIGHTS, KV_CACHE} & {*tags}, ())
 
     return discard
 
 
 def _adapters_again(original: Callable[..., Any]) -> Callable[..., Any]:
     def wake_up(self: upstream.Worker, tags: list[str] | None = None) -> None:
+        from vllm.inflight.worker.integrity.outside_writes import note_awake
         from vllm.inflight.worker.lora import write_again
         from vllm.inflight.worker.memory.placement import is_wanted
         from vllm.inflight.worker.step_tracker import between_steps
 
         original(self, tags)
-        if tags is None or "weights" in tags:
-            _note_asleep(self, False)
+        note_awake(self, tags, keeps_some=True)
         if WorkerState.of(self).stager is None:
             return  # upstream updates this engine, and unloads adapters each time
         if (tags is None or "weights" in tags) and not is_wanted(self.vllm_config):
@@ -141,6 +182,7 @@ def inflight_prepare_sleep(self: Any, level: int) -> dict[str, Any]:
 
 
 _CORE = "vllm.v1.engine.core:EngineCore"
+_POOLS = "vllm.device_allocator.cumem:CuMemAllocator"
 
 PATCHES = [
     Patch(
@@ -194,9 +236,34 @@ PATCHES = [
     Patch(
         target="vllm.v1.worker.gpu_worker:Worker._maybe_get_memory_pool_context",
         expects=("self", "tag"),
-        why="the weights in the arena are outside of the pools of upstream's sleep",
+        why="the weights in the arena are outside of the pools of upstream's sleep; "
+        "the pools learn whose memory they have",
         remove_when="upstream allows a sleep backend to have pools of its own",
         around=_outside_of_pools,
+    ),
+    Patch(
+        target=f"{_POOLS}.sleep",
+        expects=("self", "offload_tags"),
+        why="a worker extension may give memory back without a call of the worker",
+        remove_when="upstream reports which weights of a worker have memory",
+        around=_noted_in_pools,
+        only_on="cuda",
+    ),
+    Patch(
+        target=f"{_POOLS}.discard",
+        expects=("self", "tags"),
+        why="a worker extension may give memory back without a call of the worker",
+        remove_when="upstream reports which weights of a worker have memory",
+        around=_noted_discarded_in_pools,
+        only_on="cuda",
+    ),
+    Patch(
+        target=f"{_POOLS}.wake_up",
+        expects=("self", "tags"),
+        why="weights without their content are marked before anything can write them",
+        remove_when="upstream reports which weights of a worker have memory",
+        around=_noted_awake_in_pools,
+        only_on="cuda",
     ),
     Patch(
         target="vllm.v1.worker.gpu_worker:Worker.sleep",

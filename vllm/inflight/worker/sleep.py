@@ -6,7 +6,8 @@
 | level 2 | only buffers and gaps are copied; the weights are lost |
 | awake | memory at the same addresses, so that CUDA graphs stay valid |
 
-After level 2 the weights are zeros until an update has filled them.
+After level 2 the weights are zeros, which the tripwire marks as blank, until an update
+has filled them. It learns from here which weights sleep, whoever calls.
 
 Either level gives the shadow weights back, and with them the rollback target. When the
 engine wakes up, they get memory again, as a copy of the live weights. If there is no
@@ -21,6 +22,8 @@ from __future__ import annotations
 
 from vllm.inflight import upstream
 from vllm.inflight.errors import ArenaTorn, ConfigError, OutOfDeviceMemory
+from vllm.inflight.update import WEIGHTS
+from vllm.inflight.worker.integrity.outside_writes import note_asleep, note_awake
 from vllm.inflight.worker.memory.arena import Arena
 from vllm.inflight.worker.memory.host_copy import HostCopy, beside, everything
 from vllm.inflight.worker.memory.placement import is_wanted, placement_of, tensors
@@ -70,10 +73,11 @@ class SleepBackend(upstream.CuMemBackend):
     def resume(self, tags: list[str] | None = None) -> None:
         """Get the memory again; without the tag `weights`, only upstream's memory."""
         self._staging.unmap()
-        if tags is None or "weights" in tags:
+        if tags is None or WEIGHTS in tags:
             self._restore()
         super().resume(tags)
-        if self._arena is None and (tags is None or "weights" in tags):
+        note_awake(self._staging.worker, tags)
+        if self._arena is None and (tags is None or WEIGHTS in tags):
             self._pair()
 
     def discard(self, tags: tuple[str, ...]) -> None:
@@ -81,7 +85,7 @@ class SleepBackend(upstream.CuMemBackend):
 
         Weights of the arena that `prepare` has copied come back with their content.
         """
-        if "weights" in tags:
+        if WEIGHTS in tags:
             has_copy = self._backup is not None and self._keeps_weights
             self._give_back(keeps_weights=has_copy)
         super().discard(tags)
@@ -94,18 +98,13 @@ class SleepBackend(upstream.CuMemBackend):
 
     def _give_back(self, *, keeps_weights: bool) -> None:
         self._staging.unmap()
-        if self._arena is None:
-            self._staging.forget(served=not keeps_weights)
-            self._shadow.stale.update(self._shadow.required)
-            if self._shadow.log is not None:
-                self._shadow.log.free()
+        kept = (WEIGHTS,) if keeps_weights else ()
+        if self._arena is None or self._is_asleep:
+            note_asleep(self._staging.worker, (WEIGHTS,), kept)
             return
-        if self._is_asleep:
-            return
-        self._backup = self._backup or self._copy(self._arena, keeps_weights)
-        self._staging.forget(served=not keeps_weights)
-        if self._shadow.log is not None:
-            self._shadow.log.free()
+        backup = self._backup or self._copy(self._arena, keeps_weights)
+        note_asleep(self._staging.worker, (WEIGHTS,), kept)
+        self._backup = backup
         if self._arena.phase == "paired":
             self._arena.unpair()
         try:

@@ -7,7 +7,7 @@ protocol.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -110,6 +110,9 @@ class Stager(Protocol):
     def forget(self, *, served: bool) -> None:
         """Release the shadow weights, and with `served` the live weights as well."""
 
+    def fall_asleep(self, *, keeps_weights: bool) -> None:
+        """Release what a sleep of the live weights takes with it."""
+
     def let_go(self) -> None:
         """Return when nothing works on the shadow weights any more."""
 
@@ -125,13 +128,25 @@ and has taken no tensor, if they are to be loaded into the live model."""
 class WriteWatch(Protocol):
     """What notices out-of-band writes, see `integrity.tripwire.Tripwire`."""
 
-    is_asleep: bool
     is_filling: bool
     """Whether an update fills lost weights in place."""
     adopter: Adopter | None
     """What loads in place of the live model; None if nothing does."""
     before_load: Callable[[], None] | None
     """Called before a live model is loaded into; None if nothing is."""
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the memory of the weights is given back."""
+
+    def note_asleep(self, parts: Collection[str], kept: Collection[str]) -> None:
+        """Parts of the memory are given back now."""
+
+    def note_awake(self, parts: Collection[str] | None, kept: Iterable[str]) -> None:
+        """Parts have memory again."""
+
+    def acknowledge_sleep(self) -> None:
+        """Note that the engine core knows of the sleep."""
 
     def attach(self, board_path: str, num_ranks: int, is_eager: bool) -> None:
         """Open the status board."""

@@ -97,6 +97,12 @@ class Failure:
     names: tuple[str, ...]
     """The tensors of its first call."""
     error: InflightError
+    has_ended: bool
+    """Whether its end was marked, so that the next call begins another version."""
+
+    def may_go_on_with(self, names: tuple[str, ...]) -> bool:
+        """Whether a call with tensors `names` may be in the middle of this version."""
+        return not self.has_ended and not (names and names == self.names)
 
 
 class Adoption:
@@ -453,7 +459,7 @@ class Adoption:
             raise InflightError.from_dict(reply["error"])
         update = self._controller.updates.ledger.active
         assert update is not None
-        is_rest = failure is not None and not (names and names == failure.names)
+        is_rest = failure is not None and failure.may_go_on_with(names)
         version = OpenVersion(row.framework, update, names, is_rest)
         self._open = version
         return version
@@ -559,7 +565,8 @@ class Adoption:
             self._open = None
         before = self._failed.get(version.framework)
         names = before.names if version.is_rest and before else version.names
-        self._failed[version.framework] = Failure(names, error)
+        failure = Failure(names, error, has_ended=version.is_ending)
+        self._failed[version.framework] = failure
         self._abort(version.update, error)
 
     def _abort(self, update: Update, error: InflightError) -> None:

@@ -41,7 +41,7 @@ from vllm.inflight.errors import (
     UpdateBusy,
 )
 from vllm.inflight.frameworks.known_call import UNKNOWN, KnownWrite
-from vllm.inflight.update import PauseMode
+from vllm.inflight.update import WEIGHTS, PauseMode
 
 logger = upstream.init_logger(__name__)
 
@@ -194,9 +194,11 @@ class OutsideWrites:
                 engine could have written undetected.
 
         """
-        if self._is_closed or self._controller.sleep.weights == "asleep":
-            return  # there are no weights to read
-        is_likely = is_certain and self._controller.in_process
+        if self._is_closed:
+            return
+        # While the weights sleep, there are none to read.
+        is_awake = self._controller.sleep.weights != "asleep"
+        is_likely = is_certain and is_awake and self._controller.in_process
         if is_likely or self._controller.ranks.is_touched():
             self._look(BESIDE)
 
@@ -236,6 +238,13 @@ class OutsideWrites:
                 "lost weights could not be marked, so writes into them cannot be "
                 "counted; decoding goes on after an update of all tensors"
             )
+
+    def acknowledge_sleep(self) -> None:
+        """Let the ranks forget a sleep that the engine core has asked for."""
+        try:
+            self._controller.ranks.overwrite("acknowledge_sleep")
+        except Exception as fault:  # the sleep counts as one of the workers' own
+            logger.warning("a rank failed after it was put to sleep: %s", fault)
 
     def take_back_fill(self) -> None:
         """Mark lost weights again if an update has filled some of them and ended."""
@@ -305,17 +314,18 @@ class OutsideWrites:
             self._renew(name)
             return
         self._note_displaced(name)
+        self._follow_sleep(name)
+        is_asleep = any(WEIGHTS in report["asleep"] for report in found)
         is_loading = any(report["is_loading"] for report in found)
         is_written = any(report["is_written"] for report in found)
         has_written = known.is_certain or (known.is_expected and error is None)
-        if has_written and not any(report["is_asleep"] for report in found):
-            is_written = True
+        is_written |= has_written and not is_asleep
         if is_loading and error is not None:
             self._break_off(name, f"it has failed ({_text(error)})")
         elif is_loading and not self._is_torn:
             self._keep_open(name)
         elif not is_loading:
-            self._is_torn = False
+            self._is_torn &= is_asleep  # layers that sleep were not looked at
             self._lease.drop()
             try:
                 if is_written:
@@ -359,6 +369,16 @@ class OutsideWrites:
             version.label,
             version.epoch,
         )
+
+    def _follow_sleep(self, name: str) -> None:
+        """Act on memory that a call has given back, or got again, on the ranks."""
+        asleep, woken, lost = (
+            {part for report in self._found for part in report[field]}
+            for field in ("asleep", "woken", "lost")
+        )
+        self._controller.sleep.follow(name, asleep, woken, lost)
+        if woken or lost:
+            self.acknowledge_sleep()
 
     def _note_displaced(self, name: str) -> None:
         """Reject further updates if a call has replaced parameters by other tensors."""

@@ -34,14 +34,10 @@ from vllm.inflight.errors import (
     PauseConflict,
     UpdateBusy,
 )
-from vllm.inflight.update import PauseMode
+from vllm.inflight.update import KV_CACHE, WEIGHTS, PauseMode
 from vllm.inflight.worker.memory.placement import is_wanted
 
 logger = upstream.init_logger(__name__)
-
-WEIGHTS = "weights"
-KV_CACHE = "kv_cache"
-"""Upstream's names of the parts of the memory."""
 
 FILLING = (
     *(calls.StartUpdate, calls.ReceiveChunk, calls.PrepareUpdate, calls.CommitUpdate),
@@ -329,6 +325,8 @@ class Sleep:
             self._under_way = None
             if has_weights:
                 self._slept(1, error)
+            else:
+                self._controller.outside_writes.acknowledge_sleep()
             if error is None:
                 self._released = (release_id, parts, before)
             else:
@@ -393,7 +391,9 @@ class Sleep:
     def _release_kv_cache(self, release: Callable[[], Any]) -> Any:
         core, asked = self._core, self._controller.pauses.asked
         if not core.is_scheduler_paused() or not core.scheduler.requests:
-            return release()
+            answer = release()
+            self._controller.outside_writes.acknowledge_sleep()
+            return answer
         is_in_place = asked is PauseMode.IN_PLACE
         mode = PauseMode.IN_PLACE if is_in_place else PauseMode.RETRACT
         return self.release({KV_CACHE}, mode)
@@ -502,6 +502,70 @@ class Sleep:
             self._controller.live_version.forget_before()
             self._go_on()
 
+    def follow(
+        self, name: str, asleep: set[str], woken: set[str], lost: set[str]
+    ) -> None:
+        """Record a sleep that a call on the workers has begun or ended by itself.
+
+        A worker extension may put its own worker to sleep, or give back the memory of
+        upstream's pools. It has the effect of upstream's sleep, but requests are kept.
+        Those whose KV is lost are retracted, or else aborted.
+
+        Args:
+            name: of the call.
+            asleep: the parts of the memory that sleep now, on one rank or on more.
+            woken: the parts that one rank or more have woken up since the last call.
+            lost: the parts whose content was given up since then.
+
+        """
+        tags = self._core.model_executor.sleeping_tags
+        fell, woke = asleep - tags, (woken & tags) - asleep
+        if not (fell or woke or lost):
+            return
+        if WEIGHTS in fell | lost:
+            self._controller.outside_writes.abort(f"{name} gave the weights back")
+            self._controller.updates.end(
+                EngineAsleep(f"{name} put the weights of the workers to sleep")
+            )
+            self._controller.live_version.forget_before()
+        tags |= fell
+        tags -= woke
+        if "is_sleeping" in vars(self._core.model_executor):  # before 0.31
+            vars(self._core.model_executor)["is_sleeping"] = bool(tags)
+        logger.warning(
+            "%s gave memory back on the workers or got it again; asleep: %s, lost: %s",
+            name,
+            ", ".join(sorted(tags)) or "nothing",
+            ", ".join(sorted(lost)) or "nothing",
+        )
+        if WEIGHTS in lost and self._controller.ranks.reason is None:
+            self._controller.live_version.lose()
+            self.lose(f"{name} has given the weights up")
+        elif WEIGHTS in lost:  # upstream refills them, without a report of it
+            self._controller.live_version.reset()
+        if WEIGHTS in woke:
+            self._controller.outside_writes.take_back_fill()
+        if tags:
+            self._core.scheduler.set_pause_state(upstream.PauseState.PAUSED_ALL)
+        if KV_CACHE in lost:
+            self._drop_lost_kv(name)
+        if not tags:
+            self._go_on()
+
+    def _drop_lost_kv(self, name: str) -> None:
+        """Let no request read KV whose memory was given back."""
+        pauses, scheduler = self._controller.pauses, self._core.scheduler
+        try:
+            mode = PauseMode.RETRACT
+            if request_checks.unretractable(scheduler):
+                mode = PauseMode.ABORT
+            pauses.treat(mode)
+            pauses.note_retracted()
+            pause.flush(self._core, media=False)
+        except Exception as refusal:
+            # It is too late to reject the call.
+            logger.error("requests may use KV that %s has lost: %s", name, refusal)
+
     def _go_on(self) -> None:
         """Continue decoding, unless weights are missing or a pause is in force."""
         if not self._hold() and self.may_go_on():
@@ -514,6 +578,7 @@ class Sleep:
 
     def _slept(self, level: int, error: BaseException | None) -> None:
         self._level_under_way, self._under_way = 0, None
+        self._controller.outside_writes.acknowledge_sleep()
         if error is not None and WEIGHTS not in self._core.model_executor.sleeping_tags:
             # The call failed before any rank began to sleep.
             self._controller.ranks.prepare_sleep(0)

@@ -43,6 +43,12 @@ ATTRIBUTES = [
         remove_when="upstream stages weights beside the live ones",
     ),
     Attribute(
+        target="vllm.device_allocator.cumem:CuMemAllocator",
+        holds=f"{_OURS}.worker.integrity.pool_watch:PoolUser",
+        why="the worker whose memory is in upstream's pools, for who gives it back",
+        remove_when="upstream reports which weights of a worker have memory",
+    ),
+    Attribute(
         target="vllm.lora.worker_manager:WorkerLoRAManager",
         holds=f"{_OURS}.worker.lora:KeptAdapters",
         why="the adapters that stay in host memory, so that no step reads a file",

@@ -7,16 +7,17 @@ below, and decides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from vllm.inflight import upstream
-from vllm.inflight.errors import WrongPhase
+from vllm.inflight.errors import UpdateBusy, WrongPhase
 from vllm.inflight.frameworks.known_call import methods_of
 from vllm.inflight.frameworks.table import known_calls
+from vllm.inflight.update import WEIGHTS
 from vllm.inflight.worker.integrity.tripwire import WriteReport, tripwire_of
 from vllm.inflight.worker.lora import kept
 from vllm.inflight.worker.step_tracker import between_steps
@@ -90,6 +91,46 @@ def reject_load(*_: object, **__: object) -> None:
         "the shadow weights are written by updates alone, and none has begun; "
         "load into model_runner.model, or begin with start_weight_update"
     )
+
+
+def note_asleep(
+    worker: upstream.WorkerBase, parts: Collection[str], kept: Collection[str]
+) -> None:
+    """Note that memory is given back, before it is; see `Tripwire.note_asleep`.
+
+    Raises:
+        UpdateBusy: an update is being staged, which reads the weights.
+
+    """
+    state = WorkerState.of(worker)
+    stager, tripwire = state.stager, state.tripwire
+    is_asleep = tripwire is not None and tripwire.is_asleep
+    if WEIGHTS in parts and stager is not None and not is_asleep:
+        if stager.is_busy:
+            raise UpdateBusy(
+                "a call on this worker puts the weights to sleep while an update is "
+                "staged; abort the update first, or use POST /sleep, which does"
+            )
+        stager.fall_asleep(keeps_weights=WEIGHTS in kept)
+    if tripwire is not None:
+        tripwire.note_asleep(parts, kept)
+
+
+def note_awake(
+    worker: upstream.WorkerBase,
+    parts: Collection[str] | None,
+    *,
+    keeps_some: bool = False,
+) -> None:
+    """Note that parts have memory again; see `Tripwire.note_awake` and `make_blank`."""
+    if (tripwire := tripwire_of_worker(worker)) is not None:
+        tripwire.note_awake(parts, kept_over_sleep(worker) if keeps_some else ())
+
+
+def acknowledge_sleep(worker: upstream.WorkerBase) -> None:
+    """See `Tripwire.acknowledge_sleep`."""
+    if (tripwire := tripwire_of_worker(worker)) is not None:
+        tripwire.acknowledge_sleep()
 
 
 def attach(
@@ -169,14 +210,16 @@ def make_blank(worker: upstream.WorkerBase, keeps_some: bool) -> None:
             config.
 
     """
-    config = worker.vllm_config.model_config
-    patterns = (
-        getattr(config, "sleep_preserve_parameter_names", ()) if keeps_some else ()
-    )
     if (tripwire := tripwire_of_worker(worker)) is not None:
-        tripwire.make_blank(patterns or ())
+        tripwire.make_blank(kept_over_sleep(worker) if keeps_some else ())
     if (stager := WorkerState.of(worker).stager) is not None:
         stager.shadow.stale.update(stager.shadow.required)
+
+
+def kept_over_sleep(worker: upstream.WorkerBase) -> Collection[str]:
+    """Patterns of the names of parameters that upstream keeps at level 2."""
+    config = worker.vllm_config.model_config
+    return getattr(config, "sleep_preserve_parameter_names", ()) or ()
 
 
 def take_back_fill(worker: upstream.WorkerBase) -> None:
@@ -218,5 +261,6 @@ MOVES: dict[str, Callable[..., Any]] = {
     "make_blank": make_blank,
     "let_go": let_go,
     "take_back_fill": take_back_fill,
+    "acknowledge_sleep": acknowledge_sleep,
 }
 """The calls that the engine core makes on a rank, by an RPC with an envelope."""

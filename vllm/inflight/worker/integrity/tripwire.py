@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from vllm.inflight import upstream
 from vllm.inflight.errors import Conflict
-from vllm.inflight.update import DRAFT
+from vllm.inflight.update import DRAFT, WEIGHTS
 from vllm.inflight.worker.adopted_call import is_of_method, rejected
 from vllm.inflight.worker.integrity import fingerprint
 from vllm.inflight.worker.model import layerwise_reload, registrations
@@ -69,8 +69,12 @@ class WriteReport:
     """Whether there was a write since the engine core last took note."""
     is_loading: bool = False
     """Whether a reload that has not ended has set layers aside."""
-    is_asleep: bool = False
-    """Whether the memory is given back, so that nothing can be compared."""
+    asleep: list[str] = field(default_factory=list)
+    """The parts of the memory that are given back, so that nothing can be compared."""
+    woken: list[str] = field(default_factory=list)
+    """Parts that have got memory again since the engine core last took note."""
+    lost: list[str] = field(default_factory=list)
+    """Parts whose content was given up since then."""
     missing: list[str] = field(default_factory=list)
     """The first parameters that were made blank and are not fully written."""
     num_missing: int = 0
@@ -105,8 +109,11 @@ class Tripwire:
         """What loads in place of the live model; None if nothing does."""
         self.before_load: Callable[[], None] | None = None
         """Called before a live model is loaded into; None if nothing is."""
-        self.is_asleep = False
-        """True from a sleep of this worker until its weights are awake."""
+        self._asleep: dict[str, bool] = {}
+        """Part of the memory that is given back → whether its content comes back."""
+        self._woken: set[str] = set()
+        self._lost: set[str] = set()
+        """See `WriteReport`, as for `_woken`."""
         self._is_written = False
         self._may_load = False
         """Whether a reload was begun; it may have ended since."""
@@ -156,7 +163,51 @@ class Tripwire:
             if _has_memory(param):
                 self._homes[name] = param, param.data
 
+    @property
+    def is_asleep(self) -> bool:
+        """True from a sleep of this worker until its weights are awake."""
+        return WEIGHTS in self._asleep
+
     # ------------------------------------------------------- what is noted
+    def note_asleep(self, parts: Collection[str], kept: Collection[str]) -> None:
+        """Parts of the memory are given back now.
+
+        Args:
+            parts: `weights`, `kv_cache`; those that sleep already stay as they are.
+            kept: the parts whose content comes back when they wake up.
+
+        """
+        for part in {*parts} - self._asleep.keys():
+            self._asleep[part] = part in kept
+            if part not in kept:
+                self._lost.add(part)
+        self._touch()
+
+    def note_awake(self, parts: Collection[str] | None, kept: Iterable[str]) -> None:
+        """Parts have memory again.
+
+        Weights without their content are made blank, before anything can write them.
+
+        Args:
+            parts: that woke up; None for all.
+            kept: patterns of the names of parameters whose content was restored.
+
+        """
+        woken = {part for part in self._asleep if parts is None or part in parts}
+        has_content = {part: self._asleep.pop(part) for part in woken}
+        self._woken |= woken
+        if not has_content.get(WEIGHTS, True):
+            try:
+                self.make_blank(kept)
+            except Exception:  # they count as incomplete until an update of all
+                logger.exception("lost weights could not be marked")
+        self._touch()
+
+    def acknowledge_sleep(self) -> None:
+        """The engine core knows which parts sleep, and which are lost."""
+        self._woken.clear()
+        self._lost.clear()
+
     def note(self) -> None:
         """Live weights are being written now."""
         self._is_written = True
@@ -209,8 +260,13 @@ class Tripwire:
 
     def look(self) -> WriteReport:
         """Compare the weights with the reference; returns a report."""
+        sleep: dict[str, Any] = {
+            "asleep": sorted(self._asleep),
+            "woken": sorted(self._woken),
+            "lost": sorted(self._lost),
+        }
         if self.is_asleep:
-            return WriteReport(is_asleep=True, is_written=self._is_written)
+            return WriteReport(is_written=self._is_written, **sleep)
         is_loading = self.is_loading()
         if not is_loading:
             self._bring_home()
@@ -224,6 +280,7 @@ class Tripwire:
             num_required=self._num_blank,
             thread=self._thread if is_loading else None,
             displaced=sorted(self._displaced)[:MOST_NAMED],
+            **sleep,
         )
 
     def acknowledge(self) -> None:

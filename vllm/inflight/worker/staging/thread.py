@@ -33,6 +33,7 @@ from vllm.inflight.errors import (
 from vllm.inflight.messages import Status
 from vllm.inflight.packed import is_packed, unpack
 from vllm.inflight.releases.fields import UPDATE_INFO, settled
+from vllm.inflight.tensor_names import lacks_layers
 from vllm.inflight.transport.base import StagedEngine
 from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.transport.collective.nccl import still_writes
@@ -423,10 +424,22 @@ class StagingThread(Background):
         usual = self._stager.sent_by.get(framework, begun if may_be_first else None)
         if not begun or begun != usual:
             return
+        is_first = framework not in self._stager.sent_by
+        doubted = self._stager.doubted.pop(framework, None)
+        unsent = set(self._intake.due()) - begun
+        if is_first and begun != doubted and lacks_layers(begun, unsent):
+            # A trainer may have begun before this engine did.
+            self._stager.doubted[framework] = begun
+            logger.error(
+                "the first version of %s lacks layers, as one does whose beginning an "
+                "engine has missed; it is rejected. If they are left out on purpose, "
+                "send the same version again",
+                framework,
+            )
+            return
         kept = self._intake.leave_unsent()
         if not kept:
             return
-        is_first = framework not in self._stager.sent_by
         logger.log(
             logging.WARNING if is_first else logging.INFO,
             "%s has written %d parameters and marked the end of its version; %d others "

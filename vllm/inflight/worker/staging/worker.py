@@ -130,6 +130,9 @@ class StagingWorker:
         """Framework → the parameters that its last committed version has written."""
         self._sent_before = dict(self.sent_by)
         """The same before the last flip."""
+        self.doubted: dict[str, frozenset[str]] = {}
+        """Framework → the parameters of a first version that was rejected because it
+        lacks layers; the same once more is accepted."""
         self._sent: Sent | None = None
         """The same of the version that is staged next."""
         self._catalogue: dict[str, Any] | None = None
@@ -379,6 +382,18 @@ class StagingWorker:
             with self._turn:
                 self.versions = self.versions._replace(served=Held())
             self._scrub = None
+
+    def fall_asleep(self, *, keeps_weights: bool) -> None:
+        """Release the shadow weights, and the log, as the live weights fall asleep.
+
+        Args:
+            keeps_weights: whether the live weights come back with their content.
+
+        """
+        self.forget(served=not keeps_weights)
+        self.shadow.stale.update(self.shadow.required)
+        if self.shadow.log is not None:
+            self.shadow.log.free()
 
     def unmap(self) -> None:
         """Let a trainer have memory that it has freed, unless an update is under way.

@@ -1,0 +1,297 @@
+"""Sleeps inside workers: an extension gives memory back, and the core is not asked.
+
+SkyRL asks the allocator of upstream's pools, and ROLL puts its worker to sleep. The
+engine of these tests runs that allocator on host memory, which overwrites what sleeps.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import _custom_ops
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor.abstract import Executor
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_worker import Worker
+
+from tests.e2e.test_out_of_band_writes import rpc, says_at_last
+from tests.e2e.test_sleep import refused, says
+from tests.support.engines.bare_core import Streams, add, call, prompt, publish
+from tests.support.engines.pools_on_host import Pools
+from tests.support.engines.script import OPTIONS, run_script
+from tests.support.engines.sleeping_extension import SleepingExtension
+
+pytestmark = pytest.mark.engine
+
+NOTICED = "gave memory back on the workers"
+EXTENSION = "tests.support.engines.sleeping_extension.SleepingExtension"
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[Pools]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield Pools(patch)
+
+
+@pytest.fixture(scope="module")
+def booted(folders: dict[str, Path], pools: Pools) -> Iterator[EngineCore]:
+    """An engine core that was started with sleep mode and has the stand-in."""
+    options = OPTIONS | {"max_num_seqs": 4, "dtype": "float32"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_custom_ops, "_supports_onednn", False)
+        patch.setattr(type(current_platform), "is_sleep_mode_available", lambda _: True)
+        for method in {"sleep", "wake_up", "discard"} & vars(Worker).keys():
+            patch.setattr(CPUWorker, method, getattr(Worker, method))
+        config = EngineArgs(
+            str(folders["old"]),
+            worker_extension_cls=EXTENSION,
+            enable_sleep_mode=True,
+            **options,
+        ).create_engine_config()
+        core = EngineCore(config, Executor.get_class(config), log_stats=False)
+        pools.hold(core.model_executor.driver_worker.worker)
+        worker = type(core.model_executor.driver_worker.worker)
+        yield core
+        core.shutdown()
+        worker.__bases__ = tuple(
+            b for b in worker.__bases__ if b is not SleepingExtension
+        )
+
+
+@pytest.fixture(autouse=True)
+def awake(core: EngineCore, folders: dict[str, Path]) -> Iterator[None]:
+    """The core is awake, and has weights, in the end."""
+    yield
+    rpc(core, "tests_wake_pools")
+    if call(core, "info")["weights"] == "gone":
+        publish(core, folders["old"], "again")
+
+
+def told_of(core: EngineCore) -> tuple[str, str, bool]:
+    told = call(core, "info")
+    return told["weights"], told["weight_version"], told["digest"] is not None
+
+
+def test_weights_that_the_pools_gave_up_are_asleep_and_then_lost(
+    core: EngineCore, folders: dict[str, Path]
+) -> None:
+    publish(core, folders["new"], "new")
+    expected = says(core, "expected")
+    publish(core, folders["old"], "old")
+    add(core, "waits", prompt(3))
+    streams = Streams(core).step(2)
+    rpc(core, "tests_sleep_pools", "kv_cache")
+    assert told_of(core) == ("asleep", "old", False)
+    assert core.model_executor.is_sleeping
+    sampled = len(streams.tokens["waits"])
+    assert len(streams.step(2).tokens["waits"]) == sampled
+    assert refused(core, "start", transport="local") == "engine_asleep"
+    assert refused(core, "resume") == "engine_asleep"
+    assert refused(core, "rollback") == "engine_asleep"
+    rpc(core, "tests_wake_pools", ["weights"])
+    assert told_of(core) == ("gone", "old", False)
+    assert "tests_sleep_pools" in call(core, "info")["weights_detail"]
+    publish(core, folders["new"], "new again")
+    # The KV sleeps still.
+    assert len(streams.step(2).tokens["waits"]) == sampled
+    rpc(core, "tests_wake_pools", ["kv_cache"])
+    assert len(streams.run().tokens["waits"]) == len(expected)
+    assert says(core, "after") == expected
+    assert told_of(core) == ("live", "new again", True)
+
+
+@pytest.mark.parametrize("way", ["pools", "worker"])
+def test_weights_that_are_kept_come_back_with_their_version(
+    core: EngineCore, folders: dict[str, Path], way: str
+) -> None:
+    publish(core, folders["new"], "new")
+    expected, before = says(core, "expected"), call(core, "info")
+    add(core, "waits", prompt(3))
+    streams = Streams(core).step(2)
+    rpc(core, f"tests_sleep_{way}", *(["weights"] if way == "pools" else [1]))
+    assert told_of(core) == ("asleep", "new", True)
+    rpc(core, f"tests_wake_{way}")
+    assert call(core, "info") == before | {"previous": None}
+    # Its KV is lost, and is computed again.
+    assert streams.run().tokens["waits"] == expected
+    assert says(core, "after") == expected
+    publish(core, folders["old"], "old")
+
+
+def test_a_worker_that_gives_its_weights_up_waits_for_an_update(
+    core: EngineCore, folders: dict[str, Path]
+) -> None:
+    publish(core, folders["new"], "new")
+    expected = says(core, "expected")
+    rpc(core, "tests_sleep_worker", 2)
+    assert told_of(core) == ("asleep", "new", False)
+    rpc(core, "tests_wake_worker")
+    assert told_of(core) == ("gone", "new", False)
+    add(core, "waits", prompt(3))
+    assert Streams(core).step(2).tokens == {}
+    publish(core, folders["new"], "again")
+    assert Streams(core).run().tokens["waits"] == expected
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_weights_lost_and_loaded_in_one_call_are_live_if_they_are_complete(
+    core: EngineCore, folders: dict[str, Path], is_whole: bool
+) -> None:
+    publish(core, folders["new"], "new")
+    expected, epoch = says(core, "expected"), call(core, "info")["epoch"]
+    names = None if is_whole else ["model.norm.weight"]
+    rpc(core, "tests_sleep_and_fill", str(folders["new"]), names)
+    told = call(core, "info")
+    assert told["digest"] is None
+    if not is_whole:
+        assert (told["weights"], told["epoch"]) == ("gone", epoch)
+        assert "1 of 19 parameters" in told["weights_detail"]
+        return
+    assert told["weight_version"] == f"untracked-{epoch + 1}"
+    assert says(core, "after") == expected
+
+
+def test_weights_that_were_written_before_they_slept_are_another_version(
+    core: EngineCore, folders: dict[str, Path]
+) -> None:
+    publish(core, folders["new"], "new")
+    expected = says(core, "expected")
+    publish(core, folders["old"], "old")
+    label = f"untracked-{call(core, 'info')['epoch'] + 1}"
+    rpc(core, "tests_fill_and_sleep", str(folders["new"]))
+    assert told_of(core) == ("asleep", label, False)
+    rpc(core, "tests_wake_pools")
+    assert told_of(core) == ("live", label, False)
+    assert says(core, "after") == expected
+
+
+def test_a_sleep_beside_the_engine_is_found_before_the_next_step(
+    core: EngineCore, pools: Pools, folders: dict[str, Path]
+) -> None:
+    publish(core, folders["new"], "new")
+    expected = says(core, "expected")
+    pools.allocator().sleep(("kv_cache",))
+    add(core, "waits", prompt(3))
+    assert Streams(core).step(1).tokens == {}
+    assert told_of(core) == ("asleep", "new", False)
+    pools.allocator().wake_up()
+    assert Streams(core).step(1).tokens == {}
+    assert told_of(core) == ("gone", "new", False)
+    publish(core, folders["new"], "again")
+    assert says_at_last(core, "after") == expected
+
+
+def test_weights_do_not_sleep_while_an_update_is_staged(
+    core: EngineCore, folders: dict[str, Path]
+) -> None:
+    before = call(core, "info")
+    call(core, "start", transport="local")
+    with pytest.raises(Exception, match="while an update is staged"):
+        rpc(core, "tests_sleep_pools", "kv_cache")
+    assert call(core, "info") == before
+    call(core, "receive", update_info={"path": str(folders["new"])})
+    call(core, "prepare")
+    assert call(core, "commit", weight_version="new")["weight_version"] == "new"
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_upstreams_own_sleep_is_no_sleep_of_the_workers(
+    core: EngineCore, caplog: pytest.LogCaptureFixture, level: int, folders: Any
+) -> None:
+    publish(core, folders["new"], "new")
+    before = call(core, "info")
+    core.sleep(level)
+    rpc(core, "tests_double", 1)
+    assert told_of(core) == ("asleep", "new", level == 1)
+    core.wake_up()
+    rpc(core, "tests_double", 1)
+    told = call(core, "info")
+    if level == 1:
+        assert told == before | {"previous": None}
+    else:
+        assert "a sleep of level 2" in told["weights_detail"]
+    assert NOTICED not in caplog.text
+
+
+@pytest.mark.since("0.31.0")  # before, it is released with the weights
+@pytest.mark.parametrize("has_request", [False, True])
+def test_a_release_of_the_kv_cache_is_no_sleep_of_the_workers(
+    core: EngineCore,
+    caplog: pytest.LogCaptureFixture,
+    folders: dict[str, Path],
+    *,
+    has_request: bool,
+) -> None:
+    publish(core, folders["new"], "new")
+    expected, before = says(core, "expected"), call(core, "info")
+    if has_request:
+        add(core, "waits", prompt(3))
+    streams = Streams(core).step(2)
+    core.pause_scheduler(mode="keep")
+    core.release_kv_cache_memory()
+    rpc(core, "tests_double", 1)
+    assert core.model_executor.sleeping_tags == {"kv_cache"}
+    core.wake_up(["kv_cache"])
+    rpc(core, "tests_double", 1)
+    assert NOTICED not in caplog.text
+    core.resume_scheduler()
+    if has_request:
+        assert streams.run().tokens["waits"] == expected
+    assert says(core, "after") == expected
+    assert call(core, "info") == before
+
+
+def test_weights_that_the_core_gave_up_stay_lost_when_an_extension_wakes_them(
+    core: EngineCore, folders: dict[str, Path]
+) -> None:
+    publish(core, folders["new"], "new")
+    expected, file = says(core, "expected"), str(folders["new"])
+    core.sleep(2)
+    rpc(core, "tests_wake_pools")
+    assert told_of(core) == ("gone", "new", False)
+    assert ": 0 of 19 parameters" in call(core, "info")["weights_detail"]
+    add(core, "waits", prompt(3))
+    rpc(core, "tests_load", file, ["model.norm.weight"])
+    assert ": 1 of 19 parameters" in call(core, "info")["weights_detail"]
+    assert Streams(core).step(2).tokens == {}
+    rpc(core, "tests_load", file)
+    assert call(core, "info")["weights"] == "live"
+    assert Streams(core).run().tokens["waits"] == expected
+
+
+def test_a_kv_cache_that_is_kept_is_read_again_and_a_lost_one_is_computed_again(
+    core: EngineCore, folders: dict[str, Path]
+) -> None:
+    publish(core, folders["new"], "new")
+    expected, before = says(core, "expected"), call(core, "info")
+    add(core, "waits", prompt(3))
+    streams = Streams(core).step(2)
+    rpc(core, "tests_sleep_pools", "weights", "kv_cache")
+    assert told_of(core) == ("asleep", "new", True)
+    rpc(core, "tests_wake_pools", ["weights"])
+    assert told_of(core) == ("live", "new", True)
+    sampled = len(streams.tokens["waits"])
+    assert len(streams.step(2).tokens["waits"]) == sampled
+    assert [each.request_id for each in core.scheduler.running] == ["waits"]
+    rpc(core, "tests_wake_pools", ["kv_cache"])
+    streams.step(2)
+    rpc(core, "tests_discard_pools", "kv_cache")
+    assert not core.scheduler.running
+    assert refused(core, "resume") == "engine_asleep"
+    rpc(core, "tests_wake_pools")
+    assert streams.run().tokens["waits"] == expected
+    assert call(core, "info") == before | {"previous": None}
+
+
+def test_memory_of_two_ranks_is_asleep_until_both_have_it_again(
+    folders: dict[str, Path],
+) -> None:
+    seen = run_script("sleeping_ranks", folders["new"])
+    asleep = ["asleep", ["kv_cache", "weights"]]
+    assert [seen[str(step)][0] for step in range(3)] == [asleep] * 3
+    assert [seen[str(step)][1] for step in range(3)] == [0] * 3
+    assert seen["3"] == [["live", []], 2]
+    assert seen["waits"] == seen["expected"]
