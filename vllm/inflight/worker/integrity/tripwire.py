@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -90,6 +90,31 @@ class WriteReport:
         return asdict(self)
 
 
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Parameters whose views are kept, so that a look takes little Python."""
+
+    params: Mapping[str, torch.nn.Parameter]
+    """All of the model's, as `parameters_by_name` returned them."""
+    found: list[torch.nn.Parameter]
+    """Those of them that have memory."""
+    addresses: list[int]
+    """Of all."""
+    lines: fingerprint.Lines
+    """Of those that have memory."""
+
+    @classmethod
+    def of(cls, params: Mapping[str, torch.nn.Parameter]) -> Sampling:
+        """The views of these parameters, where they lie now."""
+        found = [param for param in params.values() if _has_memory(param)]
+        lines = fingerprint.Lines([param.data for param in found])
+        return cls(params, found, _addresses(params), lines)
+
+    def is_current(self) -> bool:
+        """Whether each parameter lies where it did."""
+        return _addresses(self.params) == self.addresses
+
+
 class Tripwire:
     """The tripwire of one rank.
 
@@ -128,8 +153,8 @@ class Tripwire:
         self._homes: dict[str, tuple[torch.nn.Parameter, torch.Tensor]] = {}
         """Parameters and their memory, on a device whose graphs refer to that memory.
         """
-        self._lines: tuple[list[object], fingerprint.Lines] | None = None
-        """Where parameters lie that stay in their homes, and their sampled lines."""
+        self._sampling: Sampling | None = None
+        """How parameters that stay in their homes were sampled last."""
         self._displaced: set[str] = set()
         if worker.device.type == "cuda":
             self.keep_places()
@@ -400,22 +425,15 @@ class Tripwire:
             return None
 
     def _sampled(self) -> tuple[list[State], fingerprint.Sample]:
-        if self._homes:
-            walked: Iterable[torch.nn.Parameter] = parameters_by_name(
-                self._root
-            ).values()
-        else:  # what is kept of a walk would hold memory that the model has left
-            walked = (param for *_, param in parameters(self._root))
-        found = [param for param in walked if _has_memory(param)]
-        states = [(id(p), _version(p), p.data_ptr()) for p in found]
-        if not self._homes:
-            return states, fingerprint.Lines([p.data for p in found]).read()
-        places: list[object] = [
-            (id(p), p.data_ptr(), p.dtype, p.shape, p.stride()) for p in found
-        ]
-        if self._lines is None or self._lines[0] != places:
-            self._lines = places, fingerprint.Lines([p.data for p in found])
-        return states, self._lines[1].read()
+        if not self._homes:  # what is kept would hold memory that the model has left
+            found = [p for *_, p in parameters(self._root) if _has_memory(p)]
+            lines = fingerprint.Lines([p.data for p in found])
+            return _states(found), lines.read()
+        params = parameters_by_name(self._root)
+        known = self._sampling
+        if known is None or known.params is not params or not known.is_current():
+            self._sampling = known = Sampling.of(params)
+        return _states(known.found), known.lines.read()
 
     def noted(self, weights: Iterable[Any]) -> Iterable[Any]:
         """`weights` for `load_weights`; the first tensor taken from them is noted."""
@@ -489,6 +507,18 @@ def _with_samples(
     samples = fingerprint.sample([param.data for param in params.values()])
     for (name, param), sampled in zip(params.items(), samples, strict=True):
         yield name, param, sampled
+
+
+def _addresses(params: Mapping[str, torch.nn.Parameter]) -> list[int]:
+    # A parameter without memory has the address 0, and a wrapper tensor may have none.
+    return [
+        0 if is_traceable_wrapper_subclass(param) else param.data_ptr()
+        for param in params.values()
+    ]
+
+
+def _states(params: Iterable[torch.nn.Parameter]) -> list[State]:
+    return [(id(param), _version(param), param.data_ptr()) for param in params]
 
 
 def _is_at_home(
