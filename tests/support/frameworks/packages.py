@@ -26,6 +26,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.engines.script import tell
+from tests.support.frameworks.repositories import (
+    nemo_rl,
+    nemo_rl_zmq,
+    pipelinerl,
+    roll,
+    roll_buckets,
+)
 
 Tensors = dict[str, torch.Tensor]
 
@@ -234,6 +241,11 @@ JOIN: dict[str, Callable[[Any, Path], Callable[[Tensors], Any]]] = {
     "skyrl": skyrl,
     "swift_nccl": swift_nccl,
     "swift_flattened": swift_flattened,
+    "nemo_rl": nemo_rl,
+    "nemo_rl_zmq": nemo_rl_zmq,
+    "roll": roll,
+    "roll_buckets": roll_buckets,
+    "pipelinerl": pipelinerl,
 }
 """Framework → what joins its group, and returns what sends a version."""
 
