@@ -1,8 +1,8 @@
-"""Worker extensions with the calls of frameworks whose packages need an older vLLM.
+"""Worker extensions with the calls of frameworks, written by hand.
 
-Each class has the methods of one framework's own, with the same parameters, attributes
-on the worker, and ways to reach the weights. Tensors come from a queue of this process
-in place of NCCL. The frameworks' releases were read in November 2026.
+Each class was written after the framework's file was read in November 2026. It has the
+methods that write weights, with the same parameters, attributes on the worker, and ways
+to reach the weights. Tensors come from a queue of this process in place of NCCL.
 """
 
 from __future__ import annotations
