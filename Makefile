@@ -97,6 +97,7 @@ test-frameworks: setup build/frameworks ## V=x.y.z: frameworks' own worker exten
 SLIME := 624b824a898ab0ec1fcb4d373004c7f3852bf515
 MILES := 31f1ca961a94cb860cec3b2dea34ec332bfa8f76
 PRIME_RL := 559b44772e471d1538537b8805cc77f3824a5e64
+SKYRL := a9564572eb8e91076be43c1bd5e4615e3de17265
 NEMO_RL := 7ea279abfbeb698b092856d0dab61e7cf39bc909
 ROLL := 8eb27cc2dc34c4d1310b169d9b86d339004d811a
 PIPELINERL := 58d393458625ad63ed539f2dcd072c85700c557f
@@ -122,6 +123,7 @@ build/frameworks: # beside the environment: nothing else needs it
 	$(call snapshot,prime_rl,PrimeIntellect-ai/prime-rl,$(PRIME_RL),2,\
 		src/prime_rl/inference/vllm/worker \
 		src/prime_rl/transports/rollouts/types.py)
+	$(call snapshot,skyrl_head,NovaSky-AI/SkyRL,$(SKYRL),1,skyrl/backends)
 	$(call snapshot,nemo_rl,NVIDIA-NeMo/RL,$(NEMO_RL),1,nemo_rl)
 	$(call snapshot,roll,alibaba/ROLL,$(ROLL),1,roll)
 	$(call snapshot,pipelinerl,ServiceNow/PipelineRL,$(PIPELINERL),1,pipelinerl)

@@ -209,6 +209,15 @@ OWN: dict[str, Package] = {
             ),
         ),
         Package(
+            name="skyrl_head",
+            top="skyrl",
+            extension=(
+                "skyrl.backends.skyrl_train.inference_servers.new_inference_worker_wrap",
+                "NewInferenceWorkerWrap",
+            ),
+            empty=("skyrl.backends.skyrl_train.patches",),
+        ),
+        Package(
             name="nemo_rl",
             extension=(
                 "nemo_rl.models.generation.vllm.vllm_backend",

@@ -110,7 +110,10 @@ SEEN: dict[tuple[str, str, tuple[str, ...]], tuple[Evidence, ...]] = {
     ),
     ("SkyRL", "skyrl_start_weight_update", ()): _package(SKYRL, "skyrl"),
     ("SkyRL", "update_weights_ipc", ()): _package(SKYRL, "skyrl"),
-    ("SkyRL", "update_weights_nccl", ()): _adopted_by_hand("SkyRL"),
+    ("SkyRL", "update_weights_nccl", ()): (
+        *_package(AUGUST, "skyrl_head"),
+        *_adopted_by_hand("SkyRL"),
+    ),
     ("SkyRL", "skyrl_finish_weight_update", ()): _package(SKYRL, "skyrl"),
     ("AReaL", "areal_update_weight_xccl", ()): _package(AREAL, "areal"),
     ("AReaL", "areal_update_weights", ()): _package(AREAL, "areal_files"),

@@ -33,6 +33,7 @@ class Framework:
         name: as the table of known calls has it, if it has known calls.
         page: its page, without docs/frameworks/ and .md.
         release: that was looked at.
+        besides: another release, of which a part was run.
         starts: on which supported releases of vLLM it starts; empty if on none.
         vllm: the release of vLLM that it requires.
         transport: what carries the tensors.
@@ -45,6 +46,7 @@ class Framework:
     name: str
     page: str
     release: str
+    besides: str = ""
     starts: str = ""
     vllm: str
     transport: str
@@ -165,6 +167,7 @@ FRAMEWORKS = (
         name="SkyRL",
         page="skyrl",
         release="0.3.0",
+        besides=AUGUST,
         vllm="0.23.0",
         transport="vLLM's `nccl`, CUDA IPC",
         pause="SkyRL",

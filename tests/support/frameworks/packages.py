@@ -32,6 +32,7 @@ from tests.support.frameworks.repositories import (
     pipelinerl,
     roll,
     roll_buckets,
+    skyrl_head,
 )
 
 Tensors = dict[str, torch.Tensor]
@@ -246,11 +247,15 @@ JOIN: dict[str, Callable[[Any, Path], Callable[[Tensors], Any]]] = {
     "roll": roll,
     "roll_buckets": roll_buckets,
     "pipelinerl": pipelinerl,
+    "skyrl_head": skyrl_head,
 }
 """Framework → what joins its group, and returns what sends a version."""
 
 
-OPTIONS_OF = {"skyrl": {"weight_transfer_config": {"backend": "local"}}}
+OPTIONS_OF = {
+    "skyrl": {"weight_transfer_config": {"backend": "local"}},
+    "skyrl_head": {"weight_transfer_config": {"backend": "nccl"}},
+}
 """Of the engine, for frameworks that need more than their extension."""
 
 

@@ -30,6 +30,26 @@ def _facts(tensors: Tensors) -> tuple[list[str], list[str], list[list[int]]]:
     return names, dtypes, [list(t.shape) for t in tensors.values()]
 
 
+def skyrl_head(core: Any, folder: Path) -> Send:
+    """vLLM's own engine receives, with the store of its group in place of NCCL."""
+    torch.accelerator.current_device_index = lambda: 0
+    trainer = StoreTrainer()
+    info = {"master_address": HOST, "master_port": trainer.port}
+    info |= {"rank_offset": 1, "world_size": 2}
+    core.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": info})
+
+    def send(tensors: Tensors) -> Any:
+        core.collective_rpc("skyrl_start_weight_update")
+        for some in _thirds(tensors):
+            for tensor in some.values():
+                trainer.broadcast(tensor)
+            told = zip(("names", "dtype_names", "shapes"), _facts(some), strict=True)
+            core.collective_rpc("update_weights_nccl", args=(dict(told),))
+        return core.collective_rpc("skyrl_finish_weight_update")
+
+    return send
+
+
 def nemo_rl(core: Any, folder: Path) -> Send:
     """vLLM's group is in the place of its own, which needs the package of NCCL."""
     from vllm.distributed.device_communicators import pynccl
