@@ -90,16 +90,24 @@ test-ray: setup build/ray ## engines whose ranks are Ray's
 build/ray: # beside the environment: nothing else needs it
 	$(PY) -m pip install --quiet --no-deps --target $@ ray==2.60.0 msgpack==1.2.4
 
-test-frameworks: setup build/frameworks ## worker extensions of OpenRLHF, verl and others, and slime's rollouts, from their own files
-	$(PY) -m pytest -m engine tests/e2e/test_framework_packages.py \
-		tests/e2e/test_framework_trainers.py tests/e2e/test_slime.py \
-		tests/e2e/test_miles.py tests/e2e/test_recipes.py \
-		tests/e2e/test_trl_colocated.py
+test-frameworks: setup build/frameworks ## V=x.y.z: frameworks' own worker extensions, senders and rollouts, from their own files
+	$(PY) -m tests.releases.suite --frameworks $(V)
 
-# slime, miles and prime-rl's worker have no package; commits of 21 August 2026
+# Worker files and rollouts that no package has; commits of June and August 2026
 SLIME := 624b824a898ab0ec1fcb4d373004c7f3852bf515
 MILES := 31f1ca961a94cb860cec3b2dea34ec332bfa8f76
 PRIME_RL := 559b44772e471d1538537b8805cc77f3824a5e64
+SKYRL := a9564572eb8e91076be43c1bd5e4615e3de17265
+NEMO_RL := 7ea279abfbeb698b092856d0dab61e7cf39bc909
+ROLL := 8eb27cc2dc34c4d1310b169d9b86d339004d811a
+PIPELINERL := 58d393458625ad63ed539f2dcd072c85700c557f
+
+# $(call snapshot,FOLDER,OWNER/REPOSITORY,COMMIT,PARTS OF PATHS TO LEAVE OUT,PATHS)
+define snapshot
+	mkdir -p $@/$(1)
+	curl -sfL https://github.com/$(2)/archive/$(3).tar.gz | tar -xz -C $@/$(1) \
+		--strip-components $(4) $(addprefix $(notdir $(2))-$(3)/,$(5))
+endef
 
 # Without what they depend on: only the files of the worker extensions are imported.
 build/frameworks: # beside the environment: nothing else needs it
@@ -110,17 +118,15 @@ build/frameworks: # beside the environment: nothing else needs it
 	$(PY) -m pip install --quiet --no-deps --target $@/trl accelerate==1.15.0 trl==1.16.0
 	$(PY) -m pip install --quiet --no-deps --target $@/areal colorlog==6.12.0 areal==1.0.4
 	$(PY) -m pip install --quiet --no-deps --target $@/skyrl skyrl==0.3.0
-	mkdir -p $@/slime
-	curl -sfL https://github.com/THUDM/slime/archive/$(SLIME).tar.gz \
-		| tar -xz -C $@/slime --strip-components 1 slime-$(SLIME)/slime
-	mkdir -p $@/miles
-	curl -sfL https://github.com/radixark/miles/archive/$(MILES).tar.gz \
-		| tar -xz -C $@/miles --strip-components 1 miles-$(MILES)/miles
-	mkdir -p $@/prime_rl
-	curl -sfL https://github.com/PrimeIntellect-ai/prime-rl/archive/$(PRIME_RL).tar.gz \
-		| tar -xz -C $@/prime_rl --strip-components 2 \
-			prime-rl-$(PRIME_RL)/src/prime_rl/inference/vllm/worker \
-			prime-rl-$(PRIME_RL)/src/prime_rl/transports/rollouts/types.py
+	$(call snapshot,slime,THUDM/slime,$(SLIME),1,slime)
+	$(call snapshot,miles,radixark/miles,$(MILES),1,miles)
+	$(call snapshot,prime_rl,PrimeIntellect-ai/prime-rl,$(PRIME_RL),2,\
+		src/prime_rl/inference/vllm/worker \
+		src/prime_rl/transports/rollouts/types.py)
+	$(call snapshot,skyrl_head,NovaSky-AI/SkyRL,$(SKYRL),1,skyrl/backends)
+	$(call snapshot,nemo_rl,NVIDIA-NeMo/RL,$(NEMO_RL),1,nemo_rl)
+	$(call snapshot,roll,alibaba/ROLL,$(ROLL),1,roll)
+	$(call snapshot,pipelinerl,ServiceNow/PipelineRL,$(PIPELINERL),1,pipelinerl)
 
 test-releases: setup ## V=x.y.z: the core tests on that release of vLLM; without V, on all but the installed one
 	$(PY) -m tests.releases.suite $(V)

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from docs import signatures
+from docs import framework_runs, signatures
 from docs.families import families
 from docs.gpu_runs import gpu_runs
 from docs.pause_plot import picture
@@ -125,14 +125,30 @@ def frameworks() -> str:
             each.starts or f"**not yet**; requires {each.vllm}",
             each.transport,
             each.promised,
-            "; ".join(f"{ran} ({code(ran.test)})" for ran in each.evidence),
-            "equal" if each.has_digest else "",
+            framework_runs.told(each.evidence),
+            "equal" if framework_runs.has_digest(each.evidence) else "",
             _gaps(each),
         ]
         for each in FRAMEWORKS
     )
     headings = ["framework", "starts on vLLM", "transport", "what you get", "what ran"]
     return table([*headings, "digest", "gap at an update"], rows)
+
+
+def ran_of(page: str) -> Callable[[], str]:
+    """The table of what ran of the frameworks of a page."""
+
+    def ran() -> str:
+        of_page = [each for each in FRAMEWORKS if each.page == page]
+        rows = (
+            [*[each.name] * (len(of_page) > 1), *cells]
+            for each in of_page
+            for cells in framework_runs.each_file(each.evidence)
+        )
+        headings = ["what ran", "tests that passed", "file, below `tests/`"]
+        return table([*["framework"] * (len(of_page) > 1), *headings], rows)
+
+    return ran
 
 
 def _gaps(framework: Framework) -> str:
@@ -164,7 +180,7 @@ def calls_of(rows: Iterable[KnownCall]) -> str:
             code(f"{row.method}({', '.join(row.parameters)})"),
             row.role.value,
             _end_mark(row),
-            "; ".join(map(str, evidence_of(row))),
+            framework_runs.told(evidence_of(row)),
         ]
         for row in rows
     )
@@ -339,6 +355,7 @@ TABLES: dict[str, list[Callable[[], str]]] = {
     "cli.md": [flags, commands],
     "config.md": [fields, environment],
     "drop-in.md": [frameworks, known_calls],
+    **{f"frameworks/{each.page}.md": [ran_of(each.page)] for each in FRAMEWORKS},
     "errors.md": [errors, causes],
     "gpu-tests.md": [gpu_runs],
     "releases.md": [releases],
@@ -374,7 +391,8 @@ def stale() -> Iterator[str]:
     for path, before, after in pages():
         if before != after:
             lines = (text.splitlines(keepends=True) for text in (before, after))
-            yield "".join(difflib.unified_diff(*lines, f"docs/{path.name}", "the code"))
+            place = f"docs/{path.relative_to(DOCS)}"
+            yield "".join(difflib.unified_diff(*lines, place, "the code"))
 
 
 def _filled(page: str, text: str, label: str, content: str) -> str:
@@ -396,7 +414,7 @@ def main(argv: list[str] | None = None) -> int:
     for path, before, after in pages():
         if before != after:
             path.write_text(after)
-            print(f"docs/{path.name}")
+            print(f"docs/{path.relative_to(DOCS)}")
     return 0
 
 

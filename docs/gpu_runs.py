@@ -10,12 +10,12 @@ import argparse
 import ast
 import json
 import re
-import xml.etree.ElementTree as ET
 from collections import Counter
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+from docs.junit import RESULTS, cases
 from docs.tables import code, first_line, table
 
 ROOT = Path(__file__).parents[1]
@@ -69,20 +69,9 @@ def read() -> Runs:
 def results(junit: Path) -> dict[str, Counter[str]]:
     """Test file → number of tests by result, of one JUnit file."""
     found: dict[str, Counter[str]] = {}
-    for case in ET.parse(junit).iter("testcase"):
-        # "tests.gpu.test_engine" or "tests.gpu.test_engine.TestClass"
-        parts = case.attrib["classname"].split(".")
-        names = [part for part in parts if part.startswith("test_")]
-        if not names:
-            continue
-        kinds = {child.tag for child in case}
-        result = (
-            "failed" if kinds & {"failure", "error"}
-            else "skipped" if "skipped" in kinds
-            else "passed"
-        )  # fmt: skip
-        place = parts[: parts.index(names[0]) + 1]
-        found.setdefault("/".join(place) + ".py", Counter())[result] += 1
+    for case in cases(junit):
+        if case.file:
+            found.setdefault(case.file, Counter())[case.result] += 1
     return found
 
 
@@ -137,9 +126,7 @@ def _on_cpu(file: Path) -> str:
 def _last(run: dict[str, Any] | None) -> str:
     if run is None:
         return "not recorded"
-    counts = ", ".join(
-        f"{run[kind]} {kind}" for kind in ("passed", "failed", "skipped") if kind in run
-    )
+    counts = ", ".join(f"{run[kind]} {kind}" for kind in RESULTS if kind in run)
     return f"{counts}; {run['card']}, vLLM {run['vllm']}, {run['date']}"
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import xml.etree.ElementTree as ET
 from collections import Counter
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+from docs.junit import RESULTS, cases
 from docs.tables import table
 from vllm.inflight import patch
 from vllm.inflight.patch.records.private_names import OVERRIDES, PRIVATES
@@ -29,8 +29,6 @@ from vllm.inflight.releases.table import (
 FILE = Path(__file__).with_name("release-runs.json")
 HEADER = ("vLLM", "records that fit", "adapted", "for other releases", "core tests")
 
-RESULTS = ("passed", "failed", "skipped")
-
 Runs = dict[str, dict[str, Any]]
 
 
@@ -42,12 +40,7 @@ def read() -> Runs:
 
 def counts(junit: Path) -> Counter[str]:
     """Number of tests by result, of one JUnit file."""
-    found: Counter[str] = Counter()
-    for case in ET.parse(junit).iter("testcase"):
-        tags = {child.tag for child in case}
-        result = "failed" if tags & {"failure", "error"} else "passed"
-        found["skipped" if "skipped" in tags else result] += 1
-    return found
+    return Counter(case.result for case in cases(junit))
 
 
 def releases() -> str:

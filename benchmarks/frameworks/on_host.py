@@ -7,10 +7,12 @@ handle of CUDA IPC the name of a file in memory.
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d
 
 UNPACKED = "BENCH_UNPACKED"
 """In the environment: whether vLLM's CPU build leaves weights unpacked, as a GPU does.
@@ -22,9 +24,15 @@ def use_host() -> None:
     """Let code for CUDA use the host, from here on."""
     from vllm.distributed.device_communicators import pynccl
 
-    for name in ("synchronize", "empty_cache", "ipc_collect", "current_stream"):
+    for name in ("synchronize", "empty_cache", "ipc_collect"):
         setattr(torch.cuda, name, lambda *_, **__: None)
+    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: None
+    torch.cuda.Stream = HostStream
+    torch.cuda.current_stream = lambda *_: HostStream()
+    torch.cuda.stream = lambda _: nullcontext()
     torch.accelerator.synchronize = lambda *_: None
+    # PipelineRL's module names the class, and its worker does not use it.
+    vars(distributed_c10d).setdefault("ProcessGroupNCCL", object)
     torch.cuda.current_device = lambda: 0
     torch.cuda.get_device_properties = lambda *_: Properties()
     original = torch.empty
@@ -46,10 +54,18 @@ class Properties:
     """Those of a GPU that has an identity and nothing else."""
 
     uuid = "host"
+    total_memory = 1 << 30
 
     def __getattr__(self, name: str) -> Any:
         # As torch's own function does without a GPU; its compiler relies on it.
         raise AssertionError(f"there is no GPU that has {name}")
+
+
+class HostStream:
+    """A stream whose work is done when it is launched."""
+
+    def synchronize(self) -> None:
+        """Return at once."""
 
 
 class StoreCommunicator:
@@ -70,7 +86,7 @@ class StoreCommunicator:
 
 
 @cache
-def _lent_memory(num_bytes: int) -> tuple[str, torch.Tensor]:
+def _lent_memory(num_bytes: int, buffer: int) -> tuple[str, torch.Tensor]:
     """A file in memory, which ends with this process, and its bytes.
 
     It is lent again and again, as memory of a GPU is that torch keeps.
@@ -81,12 +97,13 @@ def _lent_memory(num_bytes: int) -> tuple[str, torch.Tensor]:
     return name, torch.from_file(name, True, num_bytes, dtype=torch.uint8)
 
 
-def lend(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
+def lend(tensor: torch.Tensor, buffer: int = 0) -> tuple[Any, tuple[Any, ...]]:
     """What `reduce_tensor` returns for a tensor of a GPU, for one of the host.
 
-    The seventh argument is the device, as there.
+    Tensors of one size share memory unless `buffer` differs. The seventh argument is
+    the device, as there.
     """
-    name, memory = _lent_memory(tensor.nbytes)
+    name, memory = _lent_memory(tensor.nbytes, buffer)
     memory.copy_(tensor.reshape(-1).view(torch.uint8))
     return lent, (name, tensor.nbytes, tensor.dtype, tensor.shape, None, None, None)
 

@@ -111,6 +111,7 @@ class Package:
         name: of the folder in build/frameworks.
         top: the package that is in it, if that has another name.
         extension: the module and the class of its worker extension, if it has one.
+        without: methods of it that vLLM's own worker has too, which vLLM rejects.
         executed: see `Bare`.
         empty: see `Bare`.
 
@@ -119,6 +120,7 @@ class Package:
     name: str
     top: str = ""
     extension: tuple[str, str] = ("", "")
+    without: tuple[str, ...] = ()
     executed: tuple[str, ...] = ()
     empty: tuple[str, ...] = ()
 
@@ -140,6 +142,8 @@ class Package:
         self.use()
         module, name = self.extension
         found: type = getattr(import_module(module), name)
+        for method in self.without:
+            delattr(found, method)
         return found
 
 
@@ -205,6 +209,44 @@ OWN: dict[str, Package] = {
             ),
         ),
         Package(
+            name="skyrl_head",
+            top="skyrl",
+            extension=(
+                "skyrl.backends.skyrl_train.inference_servers.new_inference_worker_wrap",
+                "NewInferenceWorkerWrap",
+            ),
+            empty=("skyrl.backends.skyrl_train.patches",),
+        ),
+        Package(
+            name="nemo_rl",
+            extension=(
+                "nemo_rl.models.generation.vllm.vllm_backend",
+                "VllmInternalWorkerExtension",
+            ),
+            without=("synchronize_device",),
+            empty=(
+                *("accelerate", "nemo_automodel", "ray", "rich"),
+                "nemo_rl.distributed.worker_group_utils",
+                "nemo_rl.models.generation.vllm.checkpoint_engine",
+            ),
+        ),
+        Package(
+            name="roll",
+            extension=("roll.third_party.vllm.worker", "WorkerV1"),
+            executed=("roll.platforms",),
+            empty=("pybase64", "ray"),
+        ),
+        Package(
+            name="pipelinerl",
+            extension=("pipelinerl.vllm1", "WorkerExtension"),
+            empty=(
+                *("accelerate", "deepspeed", "omegaconf", "ring_flash_attn"),
+                *("pipelinerl.finetune", "pipelinerl.streams", "pipelinerl.utils"),
+                # Of an older vLLM; its server needs them, and its worker does not.
+                *("vllm.entrypoints.openai.cli_args", "vllm.entrypoints.launcher"),
+            ),
+        ),
+        Package(
             name="trl",
             executed=("trl.kernels", "trl.extras", "trl.generation"),
             empty=("datasets", "pandas", "peft"),
@@ -235,6 +277,8 @@ OWN["prime_rl_nccl"] = replace(
     empty=("prime_rl.utils",),
 )
 OWN["areal_files"] = OWN["areal"]
+OWN["nemo_rl_zmq"] = OWN["nemo_rl"]
+OWN["roll_buckets"] = OWN["roll"]
 OWN["swift_nccl"] = replace(
     OWN["swift"],
     executed=("swift.utils",),

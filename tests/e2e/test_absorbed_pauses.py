@@ -8,7 +8,7 @@ import pytest
 import torch
 from vllm.v1.engine.core import EngineCore
 
-from tests.e2e.test_adopted_recordings import areal, pipelinerl, prime_rl, skyrl
+from tests.e2e.test_adopted_by_hand import areal, pipelinerl, prime_rl, skyrl
 from tests.e2e.test_adoption import labels_across, served, tensors_of
 from tests.e2e.test_out_of_band_writes import model_of
 from tests.e2e.test_sleep import says
@@ -21,8 +21,8 @@ from tests.support.engines.bare_core import (
     publish,
 )
 from tests.support.engines.core_door import Door
+from tests.support.frameworks.by_hand import AReaL, PipelineRL, PrimeRL, SkyRL
 from tests.support.frameworks.core import beside_steps, extended_core
-from tests.support.frameworks.recorded import AReaL, PipelineRL, PrimeRL, SkyRL
 from vllm.inflight.engine.pause.absorption import Need
 
 pytestmark = pytest.mark.engine

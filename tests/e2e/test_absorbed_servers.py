@@ -21,7 +21,7 @@ FLAGS = (
     *("--max-model-len", str(MAX_MODEL_LEN)),
     *("--api-server-count", "2", "--inflight-pauses", "absorb"),
     *("--inflight-when-paused", "reject", "--worker-extension-cls"),
-    "tests.support.frameworks.recorded.PrimeRLFiles",
+    "tests.support.frameworks.by_hand.PrimeRLFiles",
 )
 ENV = KEEP_ALIVE | {"VLLM_SERVER_DEV_MODE": "1"}
 BODY = {

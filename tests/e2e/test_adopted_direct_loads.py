@@ -4,7 +4,7 @@ With `--inflight-adopt direct`, what it loads becomes a version. TRL calls
 `load_weights` with one tensor at a time and then resets the prefix cache.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,11 @@ def as_a_stream(core: EngineCore, tensors: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize("load", [one_by_one, all_at_once, as_a_stream])
 @pytest.mark.parametrize("is_reset", [True, False], ids=["a reset", "a step"])
 def test_loads_of_all_tensors_become_a_version_at_a_reset_or_at_the_next_step(
-    core: EngineCore, folders: dict[str, Path], load: Any, is_reset: bool
+    core: EngineCore,
+    folders: dict[str, Path],
+    load: Any,
+    is_reset: bool,
+    record_property: Callable[[str, object], None],
 ) -> None:
     digest = publish(core, folders["new"], "new")["digest"]
     expected = says(core, "expected"), parameters(core)
@@ -71,6 +75,7 @@ def test_loads_of_all_tensors_become_a_version_at_a_reset_or_at_the_next_step(
     assert says(core, "after") == expected[0] and parameters(core) == expected[1]
     label, epoch, committed = served(core)
     assert (label, committed) == (f"update-{epoch}", digest)
+    record_property("digest", "equal")
     assert call(core, "rollback")["weight_version"] == "old"
 
 

@@ -8,10 +8,10 @@ import pytest
 from vllm import _custom_ops
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from tests.e2e.test_adopted_recordings import facts, halves
+from tests.e2e.test_adopted_by_hand import facts, halves
 from tests.e2e.test_adoption import tensors_of
 from tests.support.engines.drafted import drafted
-from tests.support.frameworks.recorded import SENT, AReaL, PrimeRLFiles
+from tests.support.frameworks.by_hand import SENT, AReaL, PrimeRLFiles
 from tests.support.models.tiny_drafters import (
     MTP,
     MTP_KINDS,

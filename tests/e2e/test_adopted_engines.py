@@ -15,7 +15,7 @@ pytestmark = pytest.mark.engine
 
 FLAGS = (
     *("--data-parallel-size", "2", "--worker-extension-cls"),
-    "tests.support.frameworks.recorded.PrimeRLOfEngine",
+    "tests.support.frameworks.by_hand.PrimeRLOfEngine",
 )
 ENV = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_SERVER_DEV_MODE": "1"}
 ALARM = "the engines serve different weights"

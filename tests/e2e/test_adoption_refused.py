@@ -17,8 +17,8 @@ from tests.e2e.test_adoption import served, tensors_of
 from tests.e2e.test_sleep import says
 from tests.e2e.test_upstream_reloads import parameters
 from tests.support.engines.bare_core import call, publish
+from tests.support.frameworks.by_hand import SENT, _received
 from tests.support.frameworks.core import extended_core
-from tests.support.frameworks.recorded import SENT, _received
 from vllm.inflight.engine.compat import adoption
 from vllm.inflight.engine.integrity import outside_writes
 from vllm.inflight.errors import Conflict

@@ -16,13 +16,13 @@ from tests.e2e.test_adoption import served, tensors_of
 from tests.e2e.test_sleep import refused, says
 from tests.e2e.test_upstream_reloads import parameters
 from tests.support.engines.bare_core import Streams, add, call, prompt, publish
-from tests.support.frameworks.core import extended_core
-from tests.support.frameworks.recorded import (
+from tests.support.frameworks.by_hand import (
     SENT,
     NemoRL,
     PrimeRLNixl,
     _received,
 )
+from tests.support.frameworks.core import extended_core
 from vllm.inflight.worker.integrity import fingerprint
 
 pytestmark = pytest.mark.engine

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from tests.e2e.test_adopted_recordings import facts, halves
+from tests.e2e.test_adopted_by_hand import facts, halves
 from tests.e2e.test_adoption import tensors_of
 from tests.e2e.test_delta_staging import (  # noqa: F401 (a fixture)
     delta_engine,
     without_packing,
 )
 from tests.support.engines.probe import greedy
+from tests.support.frameworks.by_hand import SENT, AReaL, PrimeRLFiles
 from tests.support.frameworks.own import Extension as Own
-from tests.support.frameworks.recorded import SENT, AReaL, PrimeRLFiles
 from vllm.inflight.errors import Conflict, WeightsMismatch
 
 pytestmark = pytest.mark.engine

@@ -19,7 +19,7 @@ from tests.e2e.test_adapters import (  # noqa: F401 (a fixture)
     adapter,
 )
 from tests.e2e.test_adapters import said as adapted
-from tests.e2e.test_adopted_recordings import facts, halves
+from tests.e2e.test_adopted_by_hand import facts, halves
 from tests.e2e.test_delta_staging import shadow_of
 from tests.e2e.test_tied_heads import with_head
 from tests.support.deltas import stepped
@@ -28,7 +28,7 @@ from tests.support.engines.mirrored import mirrored
 from tests.support.engines.mixtures import MLP, mixed, part, said
 from tests.support.engines.probe import greedy
 from tests.support.engines.script import run_script
-from tests.support.frameworks.recorded import SENT, AReaL, PrimeRLFiles
+from tests.support.frameworks.by_hand import SENT, AReaL, PrimeRLFiles
 from tests.support.models.families import (
     FAMILIES,
     UNPROVED,

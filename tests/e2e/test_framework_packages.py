@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,17 +12,23 @@ from tests.support.frameworks.packages import JOIN
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-LABELS = {"prime_rl_nccl": "step_1"}
+LABELS = {"prime_rl_nccl": "step_1", "pipelinerl": "7"}
 """Of frameworks whose calls have a label."""
 OF_FOLDER = "areal_files"
 """Its label is the name of the folder."""
-REPLIES = {name: [[True, "Success"]] for name in ("areal", "areal_files")}
+REPLIES: dict[str, list[Any]] = {
+    **{name: [[True, "Success"]] for name in ("areal", "areal_files")},
+    **{name: [True] for name in ("nemo_rl", "nemo_rl_zmq")},
+}
 """Of methods that return something."""
 
 
 @pytest.mark.parametrize("framework", JOIN)
 def test_the_extension_of_the_package_updates_beside_decoding(
-    checkpoint: Callable[..., Path], framework: str
+    checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    framework: str,
+    record_property: Callable[[str, object], None],
 ) -> None:
     assert OWN[framework].folder.is_dir(), "run `make test-frameworks`"
     old, new = checkpoint(0), checkpoint(1)
@@ -31,10 +38,11 @@ def test_the_extension_of_the_package_updates_beside_decoding(
         old,
         new,
         room="tests.support.frameworks",
-        env={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        env={"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "ROLL_LOG_DIR": str(tmp_path)},
     )
     assert seen["replies"] == REPLIES.get(framework, [None])
     assert seen["is fresh"] and seen["is digest of files"]
+    record_property("digest", "equal")
     label, labels = seen["label"], seen["labels"]
     known = LABELS | {OF_FOLDER: new.name}
     assert label == known.get(framework, f"update-{seen['epoch']}")

@@ -61,13 +61,19 @@ def of_one_rank(in_float32: list[Path]) -> Seen:
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_frameworks_own_trainer_updates_an_engine_under_load(
-    in_float32: list[Path], of_one_rank: Seen, framework: str
+    in_float32: list[Path],
+    of_one_rank: Seen,
+    framework: str,
+    record_property: Callable[[str, object], None],
 ) -> None:
     check(of_one_rank, framework, in_float32)
+    record_property("digest", "equal")
 
 
 def test_verls_own_trainer_updates_two_ranks_under_load(in_float32: list[Path]) -> None:
-    check(run(in_float32, 2, ["verl"]), "verl", in_float32, num_ranks=2)
+    found = run(in_float32, 2, ["verl"])
+    check(found, "verl", in_float32, num_ranks=2)
+    check_fresh(found, in_float32, num_ranks=2)
 
 
 def test_a_trainer_that_is_late_fails_alone(of_one_rank: Seen) -> None:
@@ -93,6 +99,12 @@ def check(
     assert found["before"] == seen["rolled back"] != seen["after"] == found["of files"]
     assert seen["borders"] > 8, "the commits did not come under load"
     assert seen["mismatches"] == []
+
+
+def check_fresh(found: Seen, folders: list[Path], *, num_ranks: int) -> None:
+    """Fail unless an engine that starts with the new weights says what `found` said."""
+    new_first = folders[::-1]
+    assert run(new_first, num_ranks, [])["before"] == found["of files"]
 
 
 def check_late(found: Seen) -> None:

@@ -1,5 +1,6 @@
 """SGLang's updates from a checkpoint, its pauses and its requests, on a real core."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ HEAD = "lm_head.weight"
 
 # -------------------------------------------------------------------- from disk
 def test_a_subset_of_the_host_is_served_on_top_of_what_is(
-    door: Door, folders: dict[str, Path], tmp_path: Path
+    door: Door,
+    folders: dict[str, Path],
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
 ) -> None:
     old, new, only = folders["old"], folders["new"], tmp_path / "part"
     whole = str(mixed(old, new, MLP, tmp_path / "whole"))
@@ -27,6 +31,7 @@ def test_a_subset_of_the_host_is_served_on_top_of_what_is(
     body = {"model_path": part(new, MLP, only), "subset": list(MLP)}
     reply = door.post("/update_weights_from_disk", **body, base_version="old")
     assert (reply["digest"], said(door.core)) == (digest, expected)
+    record_property("digest", "equal")
     # The part is not the model that is served.
     assert door.get("/get_model_info")["model_path"] != str(only)
     body["model_path"] = str(new)

@@ -15,7 +15,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
     ("adopt", "sleeps"), [("direct", ""), ("on", ""), ("on", "asleep")]
 )
 def test_what_trl_loads_is_served_and_a_version_if_it_is_adopted(
-    checkpoint: Callable[..., Path], adopt: str, sleeps: str
+    checkpoint: Callable[..., Path],
+    adopt: str,
+    sleeps: str,
+    record_property: Callable[[str, object], None],
 ) -> None:
     assert OWN["trl"].folder.is_dir(), "run `make test-frameworks`"
     seen = run_script(
@@ -28,6 +31,7 @@ def test_what_trl_loads_is_served_and_a_version_if_it_is_adopted(
     if adopt == "direct":
         assert seen["label"] == f"update-{seen['epoch']}"
         assert seen["digest"] == seen["digest of files"]
+        record_property("digest", "equal")
     else:
         assert seen["label"] == f"untracked-{seen['epoch']}"
         assert seen["digest"] is None

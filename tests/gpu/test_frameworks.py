@@ -5,9 +5,7 @@ GPU by CUDA IPC, and OpenRLHF's colocated trainer lends each tensor. prime-rl na
 folder. The engines decode with CUDA graphs.
 """
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,11 +16,11 @@ from tests.e2e.test_framework_trainers import (  # noqa: F401 (a fixture)
     FRAMEWORKS,
     Seen,
     check,
+    check_fresh,
     check_late,
     in_float32,
     run,
 )
-from tests.support.engines.probe import greedy
 from tests.support.gpu.exact import exact_products  # noqa: F401 (a fixture)
 
 pytestmark = [
@@ -59,12 +57,10 @@ def test_a_frameworks_own_trainer_updates_an_engine_under_load(
 
 
 def test_tokens_after_an_update_are_those_of_a_fresh_engine(
-    start: Callable[..., Any],
     in_float32: list[Path],  # noqa: F811
     of_one_rank: Seen,
 ) -> None:
-    llm = start(in_float32[1], dtype="float32", enforce_eager=False)
-    assert greedy(llm) == of_one_rank["of files"]
+    check_fresh(of_one_rank, in_float32, num_ranks=1)
 
 
 @needs(2)
@@ -82,6 +78,7 @@ def test_trainers_update_two_ranks_under_load(
     seen = run(in_float32, 2, frameworks)
     for framework in frameworks:
         check(seen, framework, in_float32, num_ranks=2)
+    check_fresh(seen, in_float32, num_ranks=2)
 
 
 @needs(2)

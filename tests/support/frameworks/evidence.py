@@ -1,7 +1,7 @@
 """What has run of each known call, for the table of the page on frameworks.
 
 A test compares this with the table of known calls, with the versions that the Makefile
-installs, and with the tests that exist.
+installs, and with the results of the last runs (docs/framework-runs.json).
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ class Evidence:
     Attributes:
         of: what of the framework ran.
         where: the kind of machine.
-        test: the file of the test, below tests/.
+        test: the file of the tests, below tests/.
         version: of the framework; empty for what is by hand.
+        case: what the names of the tests have; empty for all tests of the file.
 
     """
 
@@ -35,75 +36,108 @@ class Evidence:
     where: str
     test: str
     version: str = ""
+    case: str = ""
 
     def __str__(self) -> str:
-        return f"{self.of}{self.version and f' of {self.version}'}, {self.where}"
-
-
-RECORDED = (Evidence(BY_HAND, CPU, "e2e/test_adopted_recordings.py"),)
-DECLARED = (Evidence(BY_HAND, CPU, "e2e/test_declared_writes.py"),)
+        return f"{self.of}{self.version and f' of {self.version}'}"
 
 
 PACKAGES, TRAINERS = "e2e/test_framework_packages.py", "e2e/test_framework_trainers.py"
 ON_GPUS = "gpu/test_frameworks.py"
 
 
-def _package(version: str) -> Evidence:
-    return Evidence(EXTENSION, CPU, PACKAGES, version)
+def _package(version: str, *names: str) -> tuple[Evidence, ...]:
+    return tuple(
+        Evidence(EXTENSION, CPU, PACKAGES, version, f"[{name}]") for name in names
+    )
 
 
-def _both_ends(version: str, where: str = CPU, test: str = TRAINERS) -> Evidence:
-    return Evidence(BOTH_ENDS, where, test, version)
+def _trainer(version: str, case: str, of: str = BOTH_ENDS) -> Evidence:
+    return Evidence(of, CPU, TRAINERS, version, case)
+
+
+def _on_gpus(version: str, of: str = BOTH_ENDS) -> Evidence:
+    return Evidence(of, GPU, ON_GPUS, version)
+
+
+def _adopted_by_hand(name: str) -> tuple[Evidence, ...]:
+    file = "e2e/test_adopted_by_hand.py"
+    return (Evidence(BY_HAND, CPU, file, case=f"[{name}]"),)
+
+
+def _declared(case: str) -> tuple[Evidence, ...]:
+    return (Evidence(BY_HAND, CPU, "e2e/test_declared_writes.py", case=case),)
 
 
 OPENRLHF, VERL, SWIFT, CHECKPOINT_ENGINE = "0.11.2", "0.9.1", "4.6.0", "0.4.2"
 SKYRL, AREAL = "0.3.0", "1.0.4"
-PRIME_RL = "August 2026"
+AUGUST, JUNE = "August 2026", "June 2026"
+"""Of repositories whose worker files no package has."""
 
 SEEN: dict[tuple[str, str, tuple[str, ...]], tuple[Evidence, ...]] = {
     ("OpenRLHF", "update_weight", ()): (
-        _both_ends(OPENRLHF),
-        _both_ends(OPENRLHF, GPU, ON_GPUS),
+        _trainer(OPENRLHF, "[openrlhf]"),
+        _on_gpus(OPENRLHF),
+        *_package(OPENRLHF, "openrlhf"),
     ),
     ("OpenRLHF", "update_weight_cuda_ipc", ()): (
-        Evidence(EXTENSION, CPU, TRAINERS, OPENRLHF),
+        _trainer(OPENRLHF, "[openrlhf_ipc]", EXTENSION),
     ),
     ("verl", "update_weights_from_ipc", ()): (
-        _both_ends(VERL),
-        _both_ends(VERL, GPU, ON_GPUS),
+        _trainer(VERL, "verl"),
+        _on_gpus(VERL),
+        *_package(VERL, "verl"),
     ),
-    ("ms-swift", "update_weights_from_ipc", ()): (_package(SWIFT),),
-    ("ms-swift", "update_named_param", ()): (_package(SWIFT),),
-    ("ms-swift", "update_flattened_params", ()): (_package(SWIFT),),
-    ("ms-swift", "process_weights_after_loading", ()): (_package(SWIFT),),
-    ("checkpoint-engine", "update_weights_from_ipc", ()): (
-        _package(CHECKPOINT_ENGINE),
+    ("ms-swift", "update_weights_from_ipc", ()): _package(SWIFT, "swift"),
+    ("ms-swift", "update_named_param", ()): _package(SWIFT, "swift_nccl"),
+    ("ms-swift", "update_flattened_params", ()): _package(SWIFT, "swift_flattened"),
+    ("ms-swift", "process_weights_after_loading", ()): _package(
+        SWIFT, "swift_nccl", "swift_flattened"
+    ),
+    ("checkpoint-engine", "update_weights_from_ipc", ()): _package(
+        CHECKPOINT_ENGINE, "checkpoint_engine"
     ),
     ("prime-rl", "update_weights_from_path", ("weight_path",)): (
-        Evidence(EXTENSION, CPU, TRAINERS, PRIME_RL),
-        Evidence(EXTENSION, GPU, ON_GPUS, PRIME_RL),
+        _trainer(AUGUST, "[prime_rl]", EXTENSION),
+        _on_gpus(AUGUST, EXTENSION),
     ),
     ("prime-rl", "update_weights_from_path", ("weight_dir",)): (
-        _package(PRIME_RL),
-        *RECORDED,
+        *_package(AUGUST, "prime_rl_nccl"),
+        *_adopted_by_hand("PrimeRL"),
     ),
-    ("prime-rl", "update_weights_from_path", ("apply_transfer_plan",)): DECLARED,
-    ("SkyRL", "skyrl_start_weight_update", ()): (_package(SKYRL),),
-    ("SkyRL", "update_weights_ipc", ()): (_package(SKYRL),),
-    ("SkyRL", "skyrl_finish_weight_update", ()): (_package(SKYRL),),
-    ("AReaL", "areal_update_weight_xccl", ()): (_package(AREAL),),
-    ("AReaL", "areal_update_weights", ()): (_package(AREAL),),
-    ("NeMo-RL", "nccl_reshard_refit", ()): DECLARED,
-    ("NeMo-RL", "update_weights_from_decoded_sparse_payload", ()): DECLARED,
+    ("prime-rl", "update_weights_from_path", ("apply_transfer_plan",)): _declared(
+        "keeps_live_tensors"
+    ),
+    ("SkyRL", "skyrl_start_weight_update", ()): _package(SKYRL, "skyrl"),
+    ("SkyRL", "update_weights_ipc", ()): _package(SKYRL, "skyrl"),
+    ("SkyRL", "update_weights_nccl", ()): (
+        *_package(AUGUST, "skyrl_head"),
+        *_adopted_by_hand("SkyRL"),
+    ),
+    ("SkyRL", "skyrl_finish_weight_update", ()): _package(SKYRL, "skyrl"),
+    ("AReaL", "areal_update_weight_xccl", ()): _package(AREAL, "areal"),
+    ("AReaL", "areal_update_weights", ()): _package(AREAL, "areal_files"),
+    ("NeMo-RL", "update_weights_from_collective", ()): _package(AUGUST, "nemo_rl"),
+    ("NeMo-RL", "update_weights_via_ipc_zmq", ()): _package(AUGUST, "nemo_rl_zmq"),
+    ("NeMo-RL", "nccl_reshard_refit", ()): _declared("-nccl_reshard_refit-"),
+    ("NeMo-RL", "update_weights_from_decoded_sparse_payload", ()): _declared(
+        "-update_weights_from_decoded_sparse_payload-"
+    ),
+    ("ROLL", "broadcast_parameter", ()): _package(AUGUST, "roll"),
+    ("ROLL", "update_parameter_in_bucket", ()): _package(AUGUST, "roll_buckets"),
+    ("ROLL", "process_weights_after_loading", ()): _package(
+        AUGUST, "roll", "roll_buckets"
+    ),
+    ("PipelineRL", "receive_weight_update", ()): _package(JUNE, "pipelinerl"),
 }
 """Framework, method and, where two rows share those, parameters or methods besides →
-what ran. Of all others the calls were made by hand."""
+what ran."""
 
 
 def evidence_of(row: KnownCall) -> tuple[Evidence, ...]:
     """What has run of a known call."""
-    for parameters in (row.besides, row.parameters, ()):
-        key = row.framework, row.method, parameters
-        if key in SEEN:
-            return SEEN[key]
-    return RECORDED
+    keys = (
+        (row.framework, row.method, parameters)
+        for parameters in (row.besides, row.parameters, ())
+    )
+    return next(SEEN[key] for key in keys if key in SEEN)

@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tests.support.frameworks.evidence import (
+    AUGUST,
     BY_HAND,
     CPU,
+    JUNE,
     Evidence,
     evidence_of,
 )
@@ -20,7 +22,6 @@ from vllm.inflight.frameworks.table import BUILT_IN
 REQUESTS = "recorded requests"
 """What the framework's own client has sent, word by word."""
 ROLLOUTS = "own rollout functions"
-CLIENT = "own client"
 SENDER = "own sender"
 
 
@@ -32,12 +33,12 @@ class Framework:
         name: as the table of known calls has it, if it has known calls.
         page: its page, without docs/frameworks/ and .md.
         release: that was looked at.
+        besides: another release, of which a part was run.
         starts: on which supported releases of vLLM it starts; empty if on none.
         vllm: the release of vLLM that it requires.
         transport: what carries the tensors.
         promise: what it gets, where that is not in the table of known calls.
         ran: beside the evidence of its known calls.
-        has_digest: whether a test finds the digest of an update from a file.
         pause: the arm of benchmarks/results/framework-pauses.json with its pause.
 
     """
@@ -45,12 +46,12 @@ class Framework:
     name: str
     page: str
     release: str
+    besides: str = ""
     starts: str = ""
     vllm: str
     transport: str
     promise: str = ""
     ran: tuple[Evidence, ...] = ()
-    has_digest: bool = True
     pause: str = ""
 
     @property
@@ -89,12 +90,11 @@ def _named(row: KnownCall) -> str:
     return f"`{row.method}`{besides}"
 
 
-def _cpu(of: str, test: str, version: str = "") -> Evidence:
-    return Evidence(of, CPU, f"e2e/{test}.py", version)
+def _cpu(of: str, test: str, version: str = "", case: str = "") -> Evidence:
+    return Evidence(of, CPU, f"e2e/{test}.py", version, case)
 
 
-AUGUST = "August 2026"
-SGLANG = "SGLang 0.5, and starts it itself"
+EXTERNAL = "0.29 to 0.33, as an external engine"
 
 FRAMEWORKS = (
     Framework(
@@ -105,11 +105,7 @@ FRAMEWORKS = (
         vllm="`trl[vllm]`: 0.22 to 0.31",
         transport="vLLM's `nccl`, over HTTP",
         promise="transaction",
-        ran=(
-            _cpu(CLIENT, "test_recorded_clients", "1.16.0"),
-            _cpu(REQUESTS, "test_recorded_clients", "1.16.0"),
-        ),
-        has_digest=False,
+        ran=(_cpu(REQUESTS, "test_recorded_clients", "1.16.0", "_trl_"),),
         pause="TRL",
     ),
     Framework(
@@ -141,7 +137,7 @@ FRAMEWORKS = (
         starts="0.29 to 0.33, without its extra",
         vllm="`verl[vllm]`: 0.24.0",
         transport="ZMQ with CUDA IPC or shared memory",
-        ran=(_cpu(REQUESTS, "test_recorded_clients", "0.9.1"),),
+        ran=(_cpu(REQUESTS, "test_recorded_clients", "0.9.1", "_verl_"),),
     ),
     Framework(
         name="ms-swift",
@@ -171,6 +167,7 @@ FRAMEWORKS = (
         name="SkyRL",
         page="skyrl",
         release="0.3.0",
+        besides=AUGUST,
         vllm="0.23.0",
         transport="vLLM's `nccl`, CUDA IPC",
         pause="SkyRL",
@@ -199,7 +196,7 @@ FRAMEWORKS = (
     Framework(
         name="PipelineRL",
         page="pipelinerl",
-        release="June 2026",
+        release=JUNE,
         vllm="0.18.1",
         transport="NCCL of its own",
         ran=(_cpu(BY_HAND, "test_pipelinerl"),),
@@ -212,14 +209,14 @@ FRAMEWORKS = (
         vllm="a runtime of its own, 0.20",
         transport="vLLM's `nccl`, over HTTP",
         promise="rejected by name: `packed` of an older vLLM",
-        ran=(_cpu(BY_HAND, "test_recorded_clients"),),
-        has_digest=False,
+        ran=(_cpu(BY_HAND, "test_recorded_clients", case="from_art"),),
     ),
     Framework(
         name="slime",
         page="slime",
         release=AUGUST,
-        vllm=SGLANG,
+        starts=EXTERNAL,
+        vllm="none: it starts SGLang 0.5 itself",
         transport="SGLang's routes: a group of torch, files, CUDA IPC",
         promise="transaction",
         ran=(
@@ -231,7 +228,8 @@ FRAMEWORKS = (
         name="miles",
         page="slime",
         release=AUGUST,
-        vllm=SGLANG,
+        starts=EXTERNAL,
+        vllm="none: it starts SGLang 0.5 itself",
         transport="SGLang's routes: a group of torch, files, CUDA IPC",
         promise="transaction",
         ran=(
@@ -241,3 +239,9 @@ FRAMEWORKS = (
     ),
 )
 """The frameworks of the page on drop-in use, in its order."""
+
+ALL_EVIDENCE = tuple(dict.fromkeys(e for each in FRAMEWORKS for e in each.evidence))
+"""Every test that the page names."""
+
+TESTS = tuple(dict.fromkeys(each.test for each in ALL_EVIDENCE if each.where == CPU))
+"""The files, below tests/, of those that need no GPU."""

@@ -26,6 +26,14 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.engines.script import tell
+from tests.support.frameworks.repositories import (
+    nemo_rl,
+    nemo_rl_zmq,
+    pipelinerl,
+    roll,
+    roll_buckets,
+    skyrl_head,
+)
 
 Tensors = dict[str, torch.Tensor]
 
@@ -234,11 +242,20 @@ JOIN: dict[str, Callable[[Any, Path], Callable[[Tensors], Any]]] = {
     "skyrl": skyrl,
     "swift_nccl": swift_nccl,
     "swift_flattened": swift_flattened,
+    "nemo_rl": nemo_rl,
+    "nemo_rl_zmq": nemo_rl_zmq,
+    "roll": roll,
+    "roll_buckets": roll_buckets,
+    "pipelinerl": pipelinerl,
+    "skyrl_head": skyrl_head,
 }
 """Framework → what joins its group, and returns what sends a version."""
 
 
-OPTIONS_OF = {"skyrl": {"weight_transfer_config": {"backend": "local"}}}
+OPTIONS_OF = {
+    "skyrl": {"weight_transfer_config": {"backend": "local"}},
+    "skyrl_head": {"weight_transfer_config": {"backend": "nccl"}},
+}
 """Of the engine, for frameworks that need more than their extension."""
 
 

@@ -1,6 +1,6 @@
 """An engine that frameworks' own trainers update while requests run, in turn.
 
-Usage: python -m tests.support.frameworks.trained OLD NEW RANKS TRAINER…
+Usage: python -m tests.support.frameworks.trained OLD NEW RANKS [TRAINER…]
 
 Worker extensions and transports are those of the packages, unmodified. Each trainer is
 a process of its own. On GPUs OpenRLHF sends over NCCL from another GPU. verl and
@@ -187,9 +187,10 @@ def main(old: Path, new: Path, num_ranks: int, frameworks: list[str]) -> None:
         "dtype": "float32",
         "enforce_eager": not torch.cuda.is_available(),
         "tensor_parallel_size": num_ranks,
-        "worker_extension_cls": f"{extensions.__name__}.{AND.join(packages)}",
         "additional_config": {"inflight": inflight},
     }
+    if packages:
+        own["worker_extension_cls"] = f"{extensions.__name__}.{AND.join(packages)}"
     llm: Any = LLM(str(old), **(OPTIONS | own))
     seen: dict[str, Any] = {"before": greedy(llm)}
     llm.update_weights_from_disk(str(new), "files")

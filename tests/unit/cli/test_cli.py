@@ -382,7 +382,7 @@ def test_the_help_lists_the_commands(capsys):
     [
         ("tests.support.frameworks.openrlhf.Extension", "good", "adopted as OpenRLHF"),
         (
-            "tests.support.frameworks.recorded.PrimeRLNixl",
+            "tests.support.frameworks.by_hand.PrimeRLNixl",
             "note",
             "not adopted: update_weights_from_path writes in place",
         ),

@@ -2,10 +2,22 @@
 
 from pathlib import Path
 
-from tests.support.frameworks.evidence import PRIME_RL, SEEN, evidence_of
+import pytest
+
+from tests.support.frameworks import by_hand
+from tests.support.frameworks.evidence import (
+    AUGUST,
+    BY_HAND,
+    JUNE,
+    SEEN,
+    Evidence,
+    evidence_of,
+)
+from vllm.inflight.frameworks.known_call import methods_of
 from vllm.inflight.frameworks.table import BUILT_IN
 
 TESTS = Path(__file__).parents[2]
+EVERY = list(dict.fromkeys(each for found in SEEN.values() for each in found))
 
 
 def test_every_entry_is_of_a_known_call() -> None:
@@ -24,9 +36,23 @@ def test_every_known_call_has_run_in_a_test_that_exists() -> None:
             assert (TESTS / each.test).is_file(), each
 
 
-def test_the_versions_are_those_that_the_tests_install() -> None:
+@pytest.mark.parametrize("each", EVERY, ids=str)
+def test_the_version_is_one_that_the_tests_install(each: Evidence) -> None:
     makefile = (TESTS.parent / "Makefile").read_text()
-    for found in SEEN.values():
-        for each in found:
-            pinned = f"=={each.version}\n" in makefile
-            assert not each.version or pinned or each.version == PRIME_RL, each
+    of_repository = each.version in (AUGUST, JUNE)
+    assert (each.of == BY_HAND) == (not each.version)
+    assert of_repository or f"=={each.version}\n" in makefile or not each.version
+
+
+def test_classes_written_by_hand_have_the_parameters_of_known_calls() -> None:
+    """Those of the table are compared with the frameworks' files."""
+    frameworks = {"PrimeRL": "prime-rl", "NemoRL": "NeMo-RL", "Roll": "ROLL"}
+    for name, kind in vars(by_hand).items():
+        if not isinstance(kind, type) or kind.__module__ != by_hand.__name__:
+            continue
+        start = next((s for s in frameworks if name.startswith(s)), name)
+        framework = frameworks.get(start, start)
+        rows = [row for row in BUILT_IN if row.framework == framework]
+        methods = methods_of(kind, rows)
+        for method in methods.keys() & {row.method for row in rows}:
+            assert any(r.is_of(methods) for r in rows if r.method == method), method

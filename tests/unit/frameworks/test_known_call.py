@@ -45,8 +45,48 @@ class Other:
     push = 3
 
 
+def traced(method: Any) -> Any:
+    """As a decorator without `functools.wraps`."""
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    return wrapper
+
+
+def retried(method: Any) -> Any:
+    """As a decorator that holds itself, and a function besides."""
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return wrapper if traced(method) else fallback()
+
+    def fallback() -> None: ...
+
+    return wrapper
+
+
+class Decorated:
+    push = traced(traced(Same.push))
+
+
+class DecoratedFork:
+    push = traced(Fork.push)
+
+
+class Hidden:
+    push = retried(Same.push)
+
+
 @pytest.mark.parametrize(
-    ("kind", "fits"), [(Same, True), (Fork, False), (Other, False)]
+    ("kind", "fits"),
+    [
+        (Same, True),
+        (Fork, False),
+        (Other, False),
+        (Decorated, True),
+        (DecoratedFork, False),
+        (Hidden, False),
+    ],
 )
 def test_a_method_is_known_by_its_name_and_its_parameters(
     kind: type, fits: bool

@@ -12,12 +12,17 @@ private fork with another method is not recognised.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from inspect import Parameter
+from types import FunctionType
 from typing import Any
 
 from vllm.inflight.errors import EngineFault
+
+VAR_POSITIONAL, VAR_KEYWORD = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
 
 Arguments = Mapping[str, Any]
 """The arguments of a call by name; a parameter that was left out is missing."""
@@ -171,8 +176,34 @@ def methods_of(worker: type, calls: Iterable[KnownCall]) -> dict[str, list[str]]
         method = inspect.getattr_static(worker, name, None)
         if not inspect.isfunction(method):
             continue
-        _, *parameters = inspect.signature(method).parameters.values()
+        _, *parameters = inspect.signature(_undecorated(method)).parameters.values()
         found[name] = [
             "*" * (each.kind is each.VAR_POSITIONAL) + each.name for each in parameters
         ]
     return found
+
+
+def _undecorated(method: FunctionType) -> FunctionType:
+    """The function that a decorator without `functools.wraps` hides, if one does.
+
+    NeMo-RL's decorator is one: its function takes any arguments, and holds the method.
+    """
+    found = [method]
+    while _takes_anything(found[-1]):
+        hidden = [f for f in _held(found[-1]) if inspect.isfunction(f)]
+        if len(hidden) != 1 or hidden[0] in found:
+            return method
+        found.append(hidden[0])
+    return found[-1]
+
+
+def _takes_anything(function: FunctionType) -> bool:
+    parameters = inspect.signature(function).parameters.values()
+    return {each.kind for each in parameters} == {VAR_POSITIONAL, VAR_KEYWORD}
+
+
+def _held(function: FunctionType) -> Iterator[object]:
+    """What a function's closure holds."""
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # the cell is empty
+            yield cell.cell_contents

@@ -1,8 +1,8 @@
-"""Worker extensions with the calls of frameworks whose packages need an older vLLM.
+"""Worker extensions with the calls of frameworks, written by hand.
 
-Each class has the methods of one framework's own, with the same parameters, attributes
-on the worker, and ways to reach the weights. Tensors come from a queue of this process
-in place of NCCL. The frameworks' releases were read in November 2026.
+Each class was written after the framework's file was read in November 2026. It has the
+methods that write weights, with the same parameters, attributes on the worker, and ways
+to reach the weights. Tensors come from a queue of this process in place of NCCL.
 """
 
 from __future__ import annotations
@@ -152,6 +152,15 @@ class AReaL:
         return True, "Success"
 
 
+def _traced(method: Any) -> Any:
+    """A decorator that hides what its method takes, as NeMo-RL's does."""
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return method(*args, **kwargs)
+
+    return wrapper
+
+
 class NemoRL:
     """NeMo-RL: one call, whose result is False after any error."""
 
@@ -162,6 +171,7 @@ class NemoRL:
             self._nrl_named_parameters = params
         return params
 
+    @_traced
     def update_weights_from_collective(self: Any) -> bool:
         try:
             self._get_named_parameters()
@@ -171,8 +181,10 @@ class NemoRL:
             return False
         return True
 
+    @_traced
     def update_weights_via_ipc_zmq(self: Any) -> bool:
-        return NemoRL.update_weights_from_collective(self)
+        done: bool = NemoRL.update_weights_from_collective(self)
+        return done
 
     def nccl_reshard_refit(self: Any) -> bool:
         """Receive straight into the memory of parameters, past torch."""
