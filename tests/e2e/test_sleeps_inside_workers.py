@@ -19,10 +19,18 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from tests.e2e.test_out_of_band_writes import rpc, says_at_last
 from tests.e2e.test_sleep import refused, says
-from tests.support.engines.bare_core import Streams, add, call, prompt, publish
+from tests.support.engines.bare_core import (
+    Streams,
+    add,
+    call,
+    prompt,
+    publish,
+    stage,
+)
 from tests.support.engines.pools_on_host import Pools
 from tests.support.engines.script import OPTIONS, run_script
 from tests.support.engines.sleeping_extension import SleepingExtension
+from vllm.inflight.patch.records.record import MARK
 
 pytestmark = pytest.mark.engine
 
@@ -43,14 +51,16 @@ def booted(folders: dict[str, Path], pools: Pools) -> Iterator[EngineCore]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_custom_ops, "_supports_onednn", False)
         patch.setattr(type(current_platform), "is_sleep_mode_available", lambda _: True)
-        for method in {"sleep", "wake_up", "discard"} & vars(Worker).keys():
-            patch.setattr(CPUWorker, method, getattr(Worker, method))
         config = EngineArgs(
             str(folders["old"]),
             worker_extension_cls=EXTENSION,
             enable_sleep_mode=True,
             **options,
         ).create_engine_config()
+        # With our patches, which are in place now.
+        for method in {"sleep", "wake_up", "discard"} & vars(Worker).keys():
+            assert hasattr(getattr(Worker, method), MARK)
+            patch.setattr(CPUWorker, method, getattr(Worker, method))
         core = EngineCore(config, Executor.get_class(config), log_stats=False)
         pools.hold(core.model_executor.driver_worker.worker)
         worker = type(core.model_executor.driver_worker.worker)
@@ -61,9 +71,14 @@ def booted(folders: dict[str, Path], pools: Pools) -> Iterator[EngineCore]:
         )
 
 
+def keep_buffers(worker: Any) -> None:
+    worker._keep_buffers()
+
+
 @pytest.fixture(autouse=True)
 def awake(core: EngineCore, folders: dict[str, Path]) -> Iterator[None]:
     """The core is awake, and has weights, in the end."""
+    rpc(core, keep_buffers)
     yield
     rpc(core, "tests_wake_pools")
     if call(core, "info")["weights"] == "gone":
@@ -284,6 +299,123 @@ def test_a_kv_cache_that_is_kept_is_read_again_and_a_lost_one_is_computed_again(
     rpc(core, "tests_wake_pools")
     assert streams.run().tokens["waits"] == expected
     assert call(core, "info") == before | {"previous": None}
+
+
+def nap(worker: Any) -> None:
+    """Sleep and wake up in one call; everything keeps its content."""
+    worker.tests_sleep_pools("weights", "kv_cache")
+    worker.tests_wake_pools()
+
+
+def test_weights_that_were_lost_before_the_cores_own_sleep_are_lost(
+    core: EngineCore, pools: Pools, folders: dict[str, Path]
+) -> None:
+    publish(core, folders["new"], "new")
+    pools.allocator().sleep(())
+    core.sleep(1)
+    core.wake_up()
+    add(core, "waits", prompt(3))
+    assert Streams(core).step(2).tokens == {}
+    assert told_of(core) == ("gone", "new", False)
+    publish(core, folders["new"], "again")
+    assert Streams(core).run().tokens["waits"]
+
+
+def test_weights_that_are_lost_while_a_sleep_is_acknowledged_are_lost(
+    core: EngineCore,
+    pools: Pools,
+    folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    publish(core, folders["new"], "new")
+    ranks, races = core.vllm_inflight.ranks, [pools.allocator().sleep]
+    real = ranks.overwrite
+
+    def overwrite(move: str, *args: Any, **more: Any) -> Any:
+        if move == "acknowledge_sleep" and races:
+            races.pop()(())
+        return real(move, *args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks, "overwrite", overwrite)
+        rpc(core, nap)
+    assert not races
+    pools.allocator().wake_up()
+    add(core, "waits", prompt(3))
+    assert Streams(core).step(2).tokens == {}
+    assert told_of(core) == ("gone", "new", False)
+    publish(core, folders["new"], "again")
+    assert Streams(core).run().tokens["waits"]
+
+
+def test_lost_kv_is_computed_again_where_a_block_is_held(
+    core: EngineCore, folders: dict[str, Path]
+) -> None:
+    """As by a connector that still sends it."""
+    publish(core, folders["new"], "new")
+    core.reset_prefix_cache()
+    add(core, "first", prompt(3, 200), max_tokens=8)
+    expected = Streams(core).run().tokens["first"]
+    pool = core.scheduler.kv_cache_manager.block_pool
+    held = pool.get_new_blocks(1)
+    try:
+        rpc(core, "tests_discard_pools", "kv_cache")
+        rpc(core, "tests_wake_pools")
+        add(core, "again", prompt(3, 200), max_tokens=8)
+        assert Streams(core).run().tokens["again"] == expected
+    finally:
+        pool.free_blocks(held)
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+def test_upstreams_pause_stays_over_a_sleep_inside_the_workers(
+    core: EngineCore, mode: str
+) -> None:
+    core.pause_scheduler(mode=mode)
+    paused = core.scheduler.pause_state
+    rpc(core, nap)
+    assert core.scheduler.pause_state == paused
+    rpc(core, "tests_sleep_pools", "weights", "kv_cache")
+    rpc(core, "tests_wake_pools", ["weights"])
+    rpc(core, "tests_wake_pools", ["kv_cache"])
+    assert core.scheduler.pause_state == paused
+    core.resume_scheduler()
+    rpc(core, "tests_sleep_pools", "weights", "kv_cache")
+    rpc(core, "tests_wake_pools")
+    assert core.scheduler.pause_state == core.scheduler.pause_state.UNPAUSED
+
+
+def test_a_sleep_and_a_wake_in_one_call_end_what_a_sleep_ends(
+    core: EngineCore, folders: dict[str, Path]
+) -> None:
+    publish(core, folders["new"], "new")
+    stage(core, folders["old"])
+    rpc(core, nap)
+    assert call(core, "status")["active"] is None
+    publish(core, folders["old"], "old")
+    assert call(core, "info")["previous"] is not None
+    rpc(core, nap)
+    assert call(core, "info")["previous"] is None
+    assert told_of(core) == ("live", "old", True)
+
+
+@pytest.mark.since("0.31.0")  # before, workers have no backend
+def test_a_sleep_that_fails_at_once_leaves_the_weights_live(
+    core: EngineCore, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(core, folders["new"], "new")
+    expected = says(core, "expected")
+
+    def fail(*_: Any) -> None:
+        raise ValueError("no parameter is to be kept")
+
+    backend = core.model_executor.driver_worker.worker._sleep_mode_backend
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "suspend", fail)
+        with pytest.raises(Exception, match="no parameter is to be kept"):
+            rpc(core, "sleep", 2)
+    assert told_of(core)[0] == "live"
+    assert says(core, "after") == expected
 
 
 def test_memory_of_two_ranks_is_asleep_until_both_have_it_again(

@@ -109,3 +109,9 @@ def test_samples_of_many_tensors_keep_their_order() -> None:
     firsts = [part.reshape(-1).view(torch.float32)[0].item() for part in found]
     assert firsts == [5.0, 5000.0, 6.0, 6000.0, 1.0]
     assert fingerprint.sample([]) == []
+
+
+def test_samples_of_more_kinds_of_tensors_are_others() -> None:
+    long, short = torch.zeros(64, 1024), torch.zeros(3)
+    one, both = (fingerprint.Lines(found).read() for found in ([long], [long, short]))
+    assert not is_same(one, both) and not is_same(both, one)

@@ -163,8 +163,13 @@ class OutOfBandWrites(Protocol):
     def abort(self, why: str = ...) -> bool:
         """End a reload under way; returns whether there was one."""
 
-    def acknowledge_sleep(self) -> None:
-        """Let the ranks forget a sleep that the engine core has asked for."""
+    def acknowledge_sleep(
+        self, woken: list[str] | None = None, lost: list[str] | None = None
+    ) -> None:
+        """Let the ranks forget what the engine core knows of a sleep."""
+
+    def before_call(self, *, is_certain: bool) -> None:
+        """Detect writes and sleeps that no worker call has made."""
 
     def take_back_fill(self) -> None:
         """Mark lost weights again if an update has filled some of them and ended."""

@@ -108,9 +108,25 @@ def apply_all() -> None:
             ALLOW_UNTESTED_ENV,
         )
     for patch in all_patches():
-        apply(patch)
+        if not patch.is_late:
+            apply(patch)
     _register_backends()
     _applied = True
+
+
+def apply_late(module: str) -> None:
+    """Apply the patches of a module that this process uses from now on.
+
+    Args:
+        module: its name.
+
+    Raises:
+        UpstreamChanged: a patch does not fit.
+
+    """
+    for patch in all_patches():
+        if patch.is_late and patch.target.startswith(f"{module}:"):
+            apply(patch)
 
 
 def _register_backends() -> None:

@@ -82,8 +82,10 @@ def _outside_of_pools(original: Callable[..., Any]) -> Callable[..., Any]:
             return nullcontext()  # pools do not nest, and the arena has its own pool
         context = original(self, tag)
         if not isinstance(context, nullcontext):
+            from vllm.inflight.patch import apply_late
             from vllm.inflight.worker.integrity.pool_watch import watch_pools
 
+            apply_late(_CUMEM)
             watch_pools(self)
         return context
 
@@ -120,16 +122,30 @@ def _noted_awake_in_pools(original: Callable[..., Any]) -> Callable[..., Any]:
     return wake_up
 
 
+def _notes_itself(worker: upstream.Worker) -> bool:
+    """Whether what gives the worker's memory back has noted all that it gave.
+
+    The allocator of upstream's pools does, and our backend, which is derived of
+    upstream's. A backend of somebody else's does not.
+    """
+    backend: Any = getattr(worker, "_sleep_mode_backend", None)
+    is_known = backend is None or isinstance(backend, upstream.CuMemBackend)
+    return is_known or not worker.model_config.enable_sleep_mode
+
+
 def _noted_asleep(original: Callable[..., Any]) -> Callable[..., Any]:
     def sleep(self: upstream.Worker, level: int = 1) -> None:
         from vllm.inflight.worker.integrity.outside_writes import note_asleep
 
+        kept = (WEIGHTS,) if level == 1 else ()
         try:
             original(self, level)
-        finally:  # a backend that is not upstream's or ours has noted nothing
-            if self.model_config.enable_sleep_mode:
-                kept = (WEIGHTS,) if level == 1 else ()
+        except BaseException:
+            if not _notes_itself(self):  # what it has given back is not known
                 note_asleep(self, (WEIGHTS, KV_CACHE), kept)
+            raise
+        if self.model_config.enable_sleep_mode:
+            note_asleep(self, (WEIGHTS, KV_CACHE), kept)
 
     return sleep
 
@@ -138,11 +154,15 @@ def _noted_discarded(original: Callable[..., Any]) -> Callable[..., Any]:
     def discard(self: upstream.Worker, tags: tuple[str, ...]) -> None:
         from vllm.inflight.worker.integrity.outside_writes import note_asleep
 
+        parts = {WEIGHTS, KV_CACHE} & {*tags}
         try:
             original(self, tags)
-        finally:  # see `sleep`
-            if self.model_config.enable_sleep_mode:
-                note_asleep(self, {WEIGHTS, KV_CACHE} & {*tags}, ())
+        except BaseException:
+            if not _notes_itself(self):
+                note_asleep(self, parts, ())
+            raise
+        if self.model_config.enable_sleep_mode:
+            note_asleep(self, parts, ())
 
     return discard
 
@@ -182,7 +202,8 @@ def inflight_prepare_sleep(self: Any, level: int) -> dict[str, Any]:
 
 
 _CORE = "vllm.v1.engine.core:EngineCore"
-_POOLS = "vllm.device_allocator.cumem:CuMemAllocator"
+_CUMEM = "vllm.device_allocator.cumem"
+_POOLS = f"{_CUMEM}:CuMemAllocator"
 
 PATCHES = [
     Patch(
@@ -248,6 +269,7 @@ PATCHES = [
         remove_when="upstream reports which weights of a worker have memory",
         around=_noted_in_pools,
         only_on="cuda",
+        is_late=True,
     ),
     Patch(
         target=f"{_POOLS}.discard",
@@ -256,6 +278,7 @@ PATCHES = [
         remove_when="upstream reports which weights of a worker have memory",
         around=_noted_discarded_in_pools,
         only_on="cuda",
+        is_late=True,
     ),
     Patch(
         target=f"{_POOLS}.wake_up",
@@ -264,6 +287,7 @@ PATCHES = [
         remove_when="upstream reports which weights of a worker have memory",
         around=_noted_awake_in_pools,
         only_on="cuda",
+        is_late=True,
     ),
     Patch(
         target="vllm.v1.worker.gpu_worker:Worker.sleep",

@@ -145,7 +145,9 @@ class WriteWatch(Protocol):
     def note_awake(self, parts: Collection[str] | None, kept: Iterable[str]) -> None:
         """Parts have memory again."""
 
-    def acknowledge_sleep(self) -> None:
+    def acknowledge_sleep(
+        self, woken: Collection[str] | None = None, lost: Collection[str] | None = None
+    ) -> None:
         """Note that the engine core knows of the sleep."""
 
     def attach(self, board_path: str, num_ranks: int, is_eager: bool) -> None:

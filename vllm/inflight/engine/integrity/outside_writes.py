@@ -239,10 +239,18 @@ class OutsideWrites:
                 "counted; decoding goes on after an update of all tensors"
             )
 
-    def acknowledge_sleep(self) -> None:
-        """Let the ranks forget a sleep that the engine core has asked for."""
+    def acknowledge_sleep(
+        self, woken: list[str] | None = None, lost: list[str] | None = None
+    ) -> None:
+        """Let the ranks forget what the engine core knows of a sleep.
+
+        Args:
+            woken: parts that have woken up; None for all.
+            lost: parts whose content was given up; None for all.
+
+        """
         try:
-            self._controller.ranks.overwrite("acknowledge_sleep")
+            self._controller.ranks.overwrite("acknowledge_sleep", woken, lost)
         except Exception as fault:  # the sleep counts as one of the workers' own
             logger.warning("a rank failed after it was put to sleep: %s", fault)
 
@@ -376,9 +384,17 @@ class OutsideWrites:
             {part for report in self._found for part in report[field]}
             for field in ("asleep", "woken", "lost")
         )
-        self._controller.sleep.follow(name, asleep, woken, lost)
+        sleep = self._controller.sleep
+        sleep.follow(name, asleep, woken, lost)
         if woken or lost:
-            self.acknowledge_sleep()
+            self.acknowledge_sleep(sorted(woken), sorted(lost))
+        is_blank = any(report["num_missing"] for report in self._found)
+        if is_blank and not sleep.is_lost and self._controller.ranks.reason is None:
+            # Nobody has told of the sleep that they were lost in.
+            found = self._found
+            self._controller.live_version.lose()
+            self._lose(f"the weights were given up before {name} ended")
+            self._found = found
 
     def _note_displaced(self, name: str) -> None:
         """Reject further updates if a call has replaced parameters by other tensors."""

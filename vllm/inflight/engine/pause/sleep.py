@@ -67,6 +67,9 @@ class Sleep:
         """The call that has begun a reload of live weights and has not ended it."""
         self._released: tuple[str | None, set[str], upstream.PauseState] | None = None
         """The last release: its id, its parts, and the pause state before it."""
+        self._paused_before = upstream.PauseState.UNPAUSED
+        """The pause state when the workers put themselves to sleep: a pause that
+        upstream's call has begun stays when they wake up."""
         self.is_paused_by_sleep = False
         """True during a sleep of level 0, which pauses and releases no memory."""
 
@@ -221,6 +224,8 @@ class Sleep:
             answer = sleep(self._level_under_way or level)
             self._note_kept(mode)
             return answer
+        # What code beside the engine has given back before is no part of this sleep.
+        self._controller.outside_writes.before_call(is_certain=False)
         self._controller.outside_writes.abort("the engine was put to sleep")
         self._level_under_way = level
         try:
@@ -376,6 +381,7 @@ class Sleep:
             return
         (_, parts, before), self._released = self._released, None
         self._core.model_executor.wake_up(sorted(parts))
+        self._controller.outside_writes.acknowledge_sleep()
         self._not_released(parts, before)
 
     def release_kv_cache(self, release: Callable[[], Any]) -> Any:
@@ -409,10 +415,12 @@ class Sleep:
             self._under_way.add_done_callback(lambda _: self._wake_later(woken, wake))
             return woken
         self._released = None
+        self._controller.outside_writes.before_call(is_certain=False)
         dp_commit = self._controller.dp_commit
         stood_still = dp_commit.is_kept and not self._core.engines_running
         were_asleep = self.weights == "asleep"
         is_awake = wake()
+        self._controller.outside_writes.acknowledge_sleep()
         if were_asleep and self.weights == "gone" and self._lost == GIVEN_UP:
             self._controller.outside_writes.make_blank(keeps_some=True)
         elif were_asleep:
@@ -482,6 +490,7 @@ class Sleep:
         if sleeping & parts == {KV_CACHE}:
             # Some ranks may have released theirs. Its contents were dropped before.
             self._core.model_executor.wake_up([KV_CACHE])
+            self._controller.outside_writes.acknowledge_sleep()
         if sleeping:
             return
         if before == upstream.PauseState.UNPAUSED:
@@ -520,9 +529,12 @@ class Sleep:
         """
         tags = self._core.model_executor.sleeping_tags
         fell, woke = asleep - tags, (woken & tags) - asleep
-        if not (fell or woke or lost):
+        napped = woken - tags  # and maybe asleep again
+        if not (fell or woke or napped or lost):
             return
-        if WEIGHTS in fell | lost:
+        if fell and not tags and self.may_decode and not self._controller.pauses.asked:
+            self._paused_before = self._core.scheduler.pause_state
+        if WEIGHTS in fell | lost | napped:
             self._controller.outside_writes.abort(f"{name} gave the weights back")
             self._controller.updates.end(
                 EngineAsleep(f"{name} put the weights of the workers to sleep")
@@ -547,9 +559,15 @@ class Sleep:
             self._controller.outside_writes.take_back_fill()
         if tags:
             self._core.scheduler.set_pause_state(upstream.PauseState.PAUSED_ALL)
+            if self._controller.dp_commit.is_kept and self._core.engines_running:
+                logger.error(
+                    "other data-parallel engines wait for this one, which sleeps; call "
+                    "pause_generation before %s",
+                    name,
+                )
         if KV_CACHE in lost:
             self._drop_lost_kv(name)
-        if not tags:
+        if not tags and (fell or woke):
             self._go_on()
 
     def _drop_lost_kv(self, name: str) -> None:
@@ -561,14 +579,31 @@ class Sleep:
                 mode = PauseMode.ABORT
             pauses.treat(mode)
             pauses.note_retracted()
-            pause.flush(self._core, media=False)
         except Exception as refusal:
             # It is too late to reject the call.
             logger.error("requests may use KV that %s has lost: %s", name, refusal)
+        # A block that something holds keeps the flush from all others. So each block is
+        # only taken out of the prefix cache.
+        manager = scheduler.kv_cache_manager
+        manager.evict_blocks({block.block_id for block in manager.block_pool.blocks})
+        try:
+            pause.flush(self._core, media=False)
+        except PauseConflict as refusal:
+            logger.error(
+                "what a KV connector is sending or keeps may be KV that %s has lost: "
+                "%s",
+                name,
+                refusal,
+            )
 
     def _go_on(self) -> None:
         """Continue decoding, unless weights are missing or a pause is in force."""
-        if not self._hold() and self.may_go_on():
+        if self._hold():
+            return
+        before, self._paused_before = self._paused_before, upstream.PauseState.UNPAUSED
+        if before != upstream.PauseState.UNPAUSED:
+            self._core.scheduler.set_pause_state(before)
+        elif self.may_go_on():
             self._controller.dp_commit.resume()
             self._controller.wake()
 

@@ -43,6 +43,9 @@ class Patch:
     only_on: str | None = None
     """The platform of the target's module; None for all platforms. Importing a module
     of another platform may change torch for the whole process."""
+    is_late: bool = False
+    """Whether it is applied when a worker first uses the module, as not every process
+    can import that."""
     since: str | None = None
     """The first release of vLLM that it is for; None for the oldest."""
     before: str | None = None

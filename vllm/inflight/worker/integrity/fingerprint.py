@@ -90,8 +90,10 @@ def sample(tensors: Sequence[torch.Tensor]) -> Sample:
 
 def is_same(one: Sample, other: Sample) -> bool:
     """Whether two samples of the same tensors are equal."""
-    pairs = zip(one, other, strict=True)
-    return all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs)
+    pairs = zip(one, other, strict=False)
+    return len(one) == len(other) and all(
+        a.shape == b.shape and torch.equal(a, b) for a, b in pairs
+    )
 
 
 def make_blank(tensor: torch.Tensor) -> bool:

@@ -127,10 +127,14 @@ def note_awake(
         tripwire.note_awake(parts, kept_over_sleep(worker) if keeps_some else ())
 
 
-def acknowledge_sleep(worker: upstream.WorkerBase) -> None:
+def acknowledge_sleep(
+    worker: upstream.WorkerBase,
+    woken: Collection[str] | None = None,
+    lost: Collection[str] | None = None,
+) -> None:
     """See `Tripwire.acknowledge_sleep`."""
     if (tripwire := tripwire_of_worker(worker)) is not None:
-        tripwire.acknowledge_sleep()
+        tripwire.acknowledge_sleep(woken, lost)
 
 
 def attach(

@@ -228,10 +228,18 @@ class Tripwire:
                 logger.exception("lost weights could not be marked")
         self._touch()
 
-    def acknowledge_sleep(self) -> None:
-        """The engine core knows which parts sleep, and which are lost."""
-        self._woken.clear()
-        self._lost.clear()
+    def acknowledge_sleep(
+        self, woken: Collection[str] | None = None, lost: Collection[str] | None = None
+    ) -> None:
+        """The engine core knows which parts have woken up, and which are lost.
+
+        Args:
+            woken: those that it knows; None for all.
+            lost: likewise.
+
+        """
+        self._woken -= self._woken if woken is None else {*woken}
+        self._lost -= self._lost if lost is None else {*lost}
 
     def note(self) -> None:
         """Live weights are being written now."""
