@@ -42,8 +42,10 @@ def main(staging: str, old: Path, new: Path) -> None:
         additional_config={"inflight": {"staging": staging}},
     )
     model = llm.llm_engine.model_executor.driver_worker.worker.get_model()
+    held = held_by({os.getpid()}) - before  # with what torch keeps for itself
     seen = {
         "weights": sum(param.nbytes for param in model.parameters()),
+        "held": held,
         "started": taken() - before,
     }
     if staging != "off":
