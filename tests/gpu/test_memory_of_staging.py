@@ -42,8 +42,8 @@ def taken(old: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
 def test_an_engine_takes_no_more_beside_its_weights_than_its_staging_needs(
     taken: dict[str, Any], staging: str, moment: str
 ) -> None:
-    """`held` has what torch keeps for itself, so that it does not keep what the proof of
-    the destination table has taken."""
+    """`held` has what torch keeps for itself: nothing of what the proof of the
+    destination table has taken."""
     weights = taken["off"]["weights"]
     alone = taken["off"]["held" if moment == "held" else "started"]
     beside = taken[staging][moment] - alone
