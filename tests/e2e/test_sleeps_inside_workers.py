@@ -379,10 +379,14 @@ def test_upstreams_pause_stays_over_a_sleep_inside_the_workers(
     rpc(core, "tests_wake_pools", ["weights"])
     rpc(core, "tests_wake_pools", ["kv_cache"])
     assert core.scheduler.pause_state == paused
+    # Its resume ends it, also if that comes before the memory is back.
+    rpc(core, "tests_sleep_pools", "weights", "kv_cache")
     core.resume_scheduler()
+    rpc(core, "tests_wake_pools")
+    assert core.scheduler.pause_state == paused.UNPAUSED
     rpc(core, "tests_sleep_pools", "weights", "kv_cache")
     rpc(core, "tests_wake_pools")
-    assert core.scheduler.pause_state == core.scheduler.pause_state.UNPAUSED
+    assert core.scheduler.pause_state == paused.UNPAUSED
 
 
 def test_a_sleep_and_a_wake_in_one_call_end_what_a_sleep_ends(

@@ -601,7 +601,8 @@ class Sleep:
         if self._hold():
             return
         before, self._paused_before = self._paused_before, upstream.PauseState.UNPAUSED
-        if before != upstream.PauseState.UNPAUSED:
+        is_resumed = self._core.scheduler.pause_state == upstream.PauseState.UNPAUSED
+        if before != upstream.PauseState.UNPAUSED and not is_resumed:
             self._core.scheduler.set_pause_state(before)
         elif self.may_go_on():
             self._controller.dp_commit.resume()
