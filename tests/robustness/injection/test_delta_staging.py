@@ -29,7 +29,14 @@ from tests.robustness.injection.cells import (
 )
 from tests.robustness.injection.points import Trap
 from tests.robustness.injection.subject import SLACK_S, Subject
-from tests.robustness.injection.test_killed import NUM_TOKENS, are_gone, says
+from tests.robustness.injection.test_killed import (
+    NUM_TOKENS,
+    Answer,
+    are_gone,
+    begins_as,
+    says,
+    versions,
+)
 from tests.support.deltas import delta_between, stepped
 from tests.support.engines.unpacked import unpacked
 from tests.support.serving import Server
@@ -164,7 +171,7 @@ def test_a_fault_within_the_swap_ends_the_engine_and_every_caller_is_told(
     known, weights = names(), load_file(old / "model.safetensors")
     family = [psutil.Process(server.pid)]
     family += family[0].children(recursive=True)
-    got: list[Any] = []
+    answers: list[Answer] = []
     with Publisher(server.url, lambda: weights, timeout_s=15) as to:
         to.publish(version="whole")
         weights = stepped(weights, 1, share=0.2)
@@ -173,8 +180,8 @@ def test_a_fault_within_the_swap_ends_the_engine_and_every_caller_is_told(
         expected = generate(server, max_tokens=NUM_TOKENS)["token_ids"]
         trap.arm(IN_FLIP, fault, f"{victim} of 2")
         with ThreadPoolExecutor(1) as pool:
-            speaking = pool.submit(says, server, got)
-            until(lambda: got)
+            speaking = pool.submit(says, server, answers)
+            until(lambda: answers and answers[0].tokens)
             # The publisher sends the whole version next, to a server that may be gone.
             with pytest.raises(InflightError, match=r"log of the server|no answer to"):
                 to.rollback() if point == "undo" else to.publish(version="delta")
@@ -186,12 +193,9 @@ def test_a_fault_within_the_swap_ends_the_engine_and_every_caller_is_told(
     log = server.log()
     assert f"a swap broke off: {NAMED[fault]}('injected at {IN_FLIP}'" in log
     assert "the live weights may mix two versions" in log
-    choices = [choice for chunk in got for choice in chunk.get("choices", ())]
-    said = [token for choice in choices for token in choice["token_ids"] or ()]
-    assert said == expected[: len(said)] and len(said) < NUM_TOKENS
-    served = "delta" if point == "undo" else "whole"
-    spans = [span for choice in choices for span in choice["weight_versions"]]
-    assert {span["version"] for span in spans} == {served}
+    assert all(a.tokens == expected[: len(a.tokens)] for a in answers)
+    assert len(answers[-1].tokens) < NUM_TOKENS
+    assert versions(answers) == {"delta" if point == "undo" else "whole"}
 
 
 def is_unhealthy(server: Server) -> bool:
@@ -228,20 +232,15 @@ def test_an_engine_with_a_killed_rank_ends_and_says_nothing_of_a_mixture(
         family += family[0].children(recursive=True)
         at = IN_FLIP if point == "undo" else point
         trap.arm(at, f"SIGKILL {victim}", f"{victim} of 2")
-        got: list[Any] = []
+        answers: list[Answer] = []
         with ThreadPoolExecutor(1) as pool:
-            speaking = pool.submit(says, server, got)
+            speaking = pool.submit(says, server, answers)
             with pytest.raises(Exception):  # noqa: B017 (of any kind)
                 to.rollback() if point == "undo" else to.publish(version="delta")
             speaking.result(timeout=60)
     assert trap.disarm(), "the point was not reached"
     are_gone(family)
     nothing_came(known)
-    choices = [choice for chunk in got for choice in chunk.get("choices", ())]
-    said = [token for choice in choices for token in choice["token_ids"] or ()]
-    spans = [span for choice in choices for span in choice["weight_versions"]]
-    assert {span["version"] for span in spans} <= {"whole", "delta"}
+    assert versions(answers) <= {"whole", "delta"}
     served = "delta" if point == "undo" else "whole"
-    turned = [span["start"] for span in spans if span["version"] != served]
-    before = min(turned, default=len(said))
-    assert said[:before] == expected[:before]
+    assert all(begins_as(answer, expected, served) for answer in answers)
