@@ -2,6 +2,7 @@
 
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +17,7 @@ from tests.support.deltas import (
 from tests.support.triton_compiler import compile_for_gpu, succeeds
 from vllm.inflight import delta, ops
 from vllm.inflight.delta import reference
-from vllm.inflight.delta.decode import DecodedPart
+from vllm.inflight.delta.decode import DecodedPart, Groups
 from vllm.inflight.delta.encode import VALUES
 from vllm.inflight.errors import Conflict, Malformed
 
@@ -83,8 +84,8 @@ def taken(coder, limit=delta.MAX_PART_BYTES):
     return parts
 
 
-def device_decode(part):
-    """(places, bits) of each block, as the device decodes them."""
+def decoded(part, place_dtype=torch.int64, given=None):
+    """A part as the device decodes it."""
     from vllm.inflight.delta.device_decode import (
         Joined,
         Launches,
@@ -92,14 +93,18 @@ def device_decode(part):
         require_none,
     )
 
-    room = DecodedPart(part.rows, torch.device("cpu"))
+    launches, device = Launches(torch.device("cpu")), torch.device("cpu")
+    room = DecodedPart(Groups(part.rows), device, place_dtype, given)
     room.places.fill_(-1)
-    buffers = room.places, room.bits
-    launches, faults = Launches(torch.device("cpu")), []
-    joined = Joined.of([part], launches)
-    decode_rows(joined, room.slots, *buffers, launches, faults.append)
+    decode_rows(Joined.of([part], launches), room, launches)
     launches.run()
-    require_none(faults)
+    require_none([room.fault])
+    return room
+
+
+def device_decode(part):
+    """(places, bits) of each block, as the device decodes them."""
+    room = decoded(part)
     for block, (place, byte) in zip(part.blocks(), room.slots.tolist(), strict=True):
         own = room.bits[byte : byte + block.width * block.num_entries]
         yield (
@@ -260,7 +265,7 @@ def check_joined() -> None:
         together = decode_joined(some, launches)
         launches.run()
         require_sound([together.fault])
-        for number in set(together.numbers.tolist()):
+        for number in set(together.groups.numbers.tolist()):
             places, bits = (
                 [torch.cat(each) for each in zip(*pairs_of, strict=True)]
                 for pairs_of in (
@@ -289,6 +294,48 @@ def check_joined() -> None:
 @pytest.mark.seconds
 def test_a_device_decodes_parts_together_as_it_decodes_them_alone():
     succeeds(f"{__name__}:check_joined")
+
+
+def check_given() -> None:
+    """Groups are decoded to memory that is given for them, and the others beside it,
+    with places of 4 bytes as with those of 8."""
+    sizes = {"gaps": 0.05, "wide gaps": 0.0008, "bitmap": 0.5}
+    ranges = {"runs": RUNS, "whole": range(5_000)}
+    pairs = []
+    for places in (*(scattered(5_000, s) for s in sizes.values()), *ranges.values()):
+        at = torch.as_tensor([place for place in list(places) if place < 5_000])
+        old = random_bits(torch.int16, 5_000)
+        pairs += [(old, with_changes(old, at, most=most)) for most in (90, 30_000)]
+    (part,) = parts_of(pairs)
+    part.check([5_000] * len(pairs), [2] * len(pairs))
+    wanted, groups = list(delta.decode(part)), Groups(part.rows)
+    assert len({block.form for block in part.blocks()}) >= 4
+    for place_bytes, dtype in ((4, torch.int32), (8, torch.int64)):
+        # Every second group has memory for its places, and every third for its bits.
+        given = np.zeros((len(groups), 2), dtype=np.int64)
+        memory = {}
+        for group, count in enumerate(groups.counts.tolist()):
+            room = (
+                torch.full((count,), -1, dtype=dtype),
+                torch.zeros(count, dtype=torch.int16),
+            )
+            for column, every in enumerate((2, 3)):
+                if group % every == 0:
+                    memory[group, column] = room[column]
+                    given[group, column] = room[column].data_ptr()
+        found = decoded(part, dtype, given)
+        assert found.places.element_size() == place_bytes
+        for group, changes in enumerate(wanted):
+            own = found.changes_of(group)
+            places = memory.get((group, 0), own.places)[: len(changes.places)]
+            bits = memory.get((group, 1), own.bits)[: len(changes.bits)]
+            assert torch.equal(places.long(), changes.places), group
+            assert torch.equal(bits, changes.bits), group
+
+
+@pytest.mark.seconds
+def test_a_device_decodes_to_memory_that_is_given():
+    succeeds(f"{__name__}:check_given")
 
 
 def check_digests(pairs) -> None:
@@ -348,7 +395,8 @@ def compile_kernels() -> None:
     bits, long = "*i16", "*i64"
     rows = {"rows": long, "owners": "*i32"}
     entries = {"places": "*i32", "news": long, "differences": long}
-    part = {"data": "*u8", "places": long, "bits": "*u8", "fault": long}
+    part = {"data": "*u8", "fault": long}
+    places = [("PLACE", codec.INTEGERS[size]) for size in (4, 8)]
     integer, lanes = ("INTEGER", codec.INTEGERS[2]), ("LANES", 1024)
     block, one = ("BLOCK", 256), {"num": "i32"}
     found = {"num_lanes": "*i32", "lanes": "*i16"}
@@ -374,21 +422,30 @@ def compile_kernels() -> None:
             rows | entries | {"sums": long, "data": "*u8"} | programs,
             [lanes, ("CODES", 1024), ("MOST_BYTES", 2)],
         ),
-        (codec._decode_gaps, rows | part, [integer, ("CODES", 1024)]),
+        *(
+            (codec._decode_gaps, rows | part, [place, integer, ("CODES", 1024)])
+            for place in places
+        ),
         (
             codec._tally,
             rows | {"data": "*u8", "tallies": "*i32"} | programs,
             [("SPAN", codec.SPAN)],
         ),
-        (
-            codec._decode_others,
-            rows | {"sums": "*i32"} | part | programs,
-            [integer, lanes, ("SPAN", codec.SPAN)],
+        *(
+            (
+                codec._decode_others,
+                rows | {"sums": "*i32"} | part | programs,
+                [place, integer, lanes, ("SPAN", codec.SPAN)],
+            )
+            for place in places
         ),
-        (
-            codec._decode_runs,
-            {"rows": long, "data": "*u8", "places": long, "fault": long},
-            [lanes, ("SHORT", 64)],
+        *(
+            (
+                codec._decode_runs,
+                {"rows": long, "data": "*u8", "fault": long},
+                [place, lanes, ("SHORT", 64)],
+            )
+            for place in places
         ),
         (codec._apply, rows, [integer, lanes]),
         (

@@ -174,7 +174,9 @@ def counted(
                 self._log = log
                 super().begin()
                 target = self._new if log is None else log
-                self._on_device = DeviceWriter(CPU, self._live, target, self._targets)
+                self._on_device = DeviceWriter(
+                    CPU, self._live, target, self._targets, self._samples
+                )
 
         patch.setattr(loader, "DeltaWriter", OnDevice)
         patch.setattr(
@@ -226,14 +228,19 @@ def check_parts() -> None:
         for each in ("reads", "launches", "copies"):
             assert one[each] == three[each], each
         assert three["ops"] - one["ops"] <= MOST_OPS_A_PART * 2
-        # Without room for more than one of them, each part has its own launches.
-        for bound in ("MOST_WITH_ONE_SET" if is_logged else "MOST_DECODED", None):
+        if is_logged:
+            # The log has room for what is decoded, so they are decoded together still.
             with pytest.MonkeyPatch.context() as patch:
-                if bound is not None:
-                    patch.setattr(writer, bound, 1)
-                spare = math.inf if bound is not None else 4
-                alone = counted(FEW, is_logged=is_logged, num_parts=3, spare=spare)
-            assert alone["copies"] >= one["copies"] + 2, bound
+                patch.setattr(writer, "MOST_WITH_ONE_SET", 1)
+                again = counted(FEW, is_logged=True, num_parts=3, spare=4)
+            assert again["copies"] == one["copies"]
+            continue
+        # Without room for more than one of them, each part has its own launches.
+        for most, spare in ((1, math.inf), (writer.MOST_DECODED, 4)):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(writer, "MOST_DECODED", most)
+                alone = counted(FEW, is_logged=False, num_parts=3, spare=spare)
+            assert alone["copies"] >= one["copies"] + 2, most
 
 
 @pytest.mark.seconds

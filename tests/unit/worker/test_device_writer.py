@@ -1,5 +1,6 @@
 """The kernels that write a delta agree with torch; Triton's interpreter runs them."""
 
+import ctypes
 import gc
 import weakref
 from itertools import product
@@ -14,7 +15,7 @@ from tests.support.triton_compiler import compile_for_gpu, succeeds
 from tests.unit.worker.test_delta_writer import delta, samples_of, started, stepped
 from vllm.inflight import ops
 from vllm.inflight.delta import Encoder
-from vllm.inflight.delta.decode import decode_unproved, require_sound
+from vllm.inflight.delta.decode import require_sound
 from vllm.inflight.delta.device_decode import Launches
 from vllm.inflight.errors import Malformed
 from vllm.inflight.worker.delta.destinations import Destinations
@@ -105,8 +106,7 @@ def check() -> None:
         logs.append(log)
 
     launches = Launches(CPU)
-    changes = decode_unproved(part, launches=launches)
-    writer.write(changes, note, launches)
+    changes = writer.write([part], note, launches)
     launches.run()
     require_sound([changes.fault])
     (log,) = logs
@@ -163,13 +163,20 @@ def divided() -> None:
         "deep": (lambda p: p.permute(2, 0, 1), lambda t: t, (5, 4, 6), (4, 6, 5)),
         "steps": (lambda p: p, lambda t: t[1::2, ::3], (12, 21), (6, 7)),
     }
-    real, ran = kernels.write, []
+    real, ran, missed = kernels.write, [], []
 
-    def write(*args, **options):
-        ran.append(options["index_bits"])
-        real(*args, **options)
+    def write(table, *args, place_bytes, index_bits):
+        ran.append((place_bytes, index_bits))
+        kind = np.int32 if place_bytes == 4 else np.int64
+        for address, num in table.view(-1, kernels.COLUMNS)[:, [0, 5]].tolist():
+            memory = (ctypes.c_byte * (num * place_bytes)).from_address(address)
+            places = np.frombuffer(memory, dtype=kind)
+            missed.append(int(places[3]))
+            # The last bits of a place that is too large, or less than 0, are in it.
+            places[3] += -1 << 31 if place_bytes == 4 else 1 << 32
+        real(table, *args, place_bytes=place_bytes, index_bits=index_bits)
 
-    for most, index_bits in ((1 << 31, 32), (0, 64)):
+    for most, sizes in ((1 << 31, (4, 32)), (0, (8, 64))):
         olds, lives, places = [], {}, []
         for name, (view, part, shape, served) in forms.items():
             old = random_bits(bf16, torch.Size(shape).numel(), 1).view(shape)
@@ -186,20 +193,15 @@ def divided() -> None:
             parts += encoder.add(number, old, new.view(old.shape))
         (part,) = [*parts, *encoder.finish()]
         part.check([old.numel() for old in olds], [2] * len(olds))
-        changes = decode_unproved(part)
-        # One place of each tensor is so large that its last 32 bits are in it.
-        beyond = changes.first_places + 3
-        missed = [int(changes.places[at]) for at in beyond]
-        changes.places[beyond] += 1 << 32
         shadow = {name: param.clone() for name, param in lives.items()}
         with MonkeyPatch.context() as patched:
             patched.setattr(device_writer, "MOST_SHORT", most)
             patched.setattr(kernels, "write", write)
             writer = DeviceWriter(CPU, lives, shadow, Targets.of(places))
             launches = Launches(CPU)
-            writer.write(changes, lambda log: None, launches)
+            writer.write([part], lambda log: None, launches)
             launches.run()
-        assert ran.pop() == index_bits and not ran
+        assert ran.pop() == sizes and not ran
         for (name, (view, part, *_)), old, new, at in zip(
             forms.items(), olds, news, missed, strict=True
         ):
@@ -208,6 +210,7 @@ def divided() -> None:
             assert torch.equal(
                 view(shadow[name]).contiguous().view(torch.int16), wanted
             )
+        missed.clear()
 
 
 def check_logged(part, places, live, expected, results) -> None:
@@ -217,8 +220,7 @@ def check_logged(part, places, live, expected, results) -> None:
     writer = DeviceWriter(CPU, live, log, Targets.of(places))
     launches = Launches(CPU)
     # Where a tensor is cut, the places are needed before: they are decoded here then.
-    changes = decode_unproved(part, launches=launches)
-    writer.write(changes, None, launches)
+    changes = writer.write([part], None, launches)
     launches.run()
     require_sound([changes.fault])
     assert writer.results().tolist() == results
@@ -231,24 +233,38 @@ def check_logged(part, places, live, expected, results) -> None:
     for name, param in expected.items():
         bits = ops.INTEGERS[param.itemsize]
         assert torch.equal(elements(before[name], bits), elements(param, bits)), name
-    small = ChangeLog(CPU, 1 << 10)
-    DeviceWriter(CPU, live, small, Targets.of(places)).write(changes, None, launches)
-    assert small.num_bytes == log.num_bytes
-    assert not small.has_room
+    # Without room nothing is decoded. What tensors that are cut need is estimated.
+    for capacity in (1 << 10, log.num_bytes - 64):
+        small = ChangeLog(CPU, capacity)
+        writer = DeviceWriter(CPU, live, small, Targets.of(places))
+        writer.write([part], None, launches)
+        assert not small.has_room
+        assert 0.8 < small.num_bytes / log.num_bytes < 1.2
+        launches = Launches(CPU)
 
 
 def compile_kernels() -> None:
-    """Compile both kernels for a GPU that need not be there."""
+    """Compile the kernels for a GPU that need not be there."""
     from vllm.inflight.worker.delta import triton_kernels as kernels
+    from vllm.inflight.worker.verify import drift as drifts
 
     tables = {"rows": "*i64", "owners": "*i32"}
     for width, integer in kernels.INTEGERS.items():
         constants = [("INTEGER", integer), ("BLOCK", kernels.BLOCK)]
         compile_for_gpu(kernels._copy, tables, constants)
+        of_samples = [("INTEGER", integer), ("COLUMNS", kernels.SAMPLE_COLUMNS)]
+        of_samples += [("RUNS", drifts.NUM_RUNS), ("RUN", drifts.RUN)]
+        of_samples += [("STEPS", kernels.SEARCH_STEPS)]
+        for size in (4, 8):
+            place = [("PLACE", kernels.INTEGERS[size])]
+            compile_for_gpu(kernels._sample, {"rows": "*i64"}, place + of_samples)
         constants += [("WIDTH", width), ("COLUMNS", kernels.COLUMNS)]
         sums = {"sums": "*i64", "log_sums": "*i64"}
-        for index_bits, is_logged in product((0, 32, 64), (False, True)):
+        for (place, index_bits), is_logged in product(
+            [(4, 0), (4, 32), (8, 0), (8, 32), (8, 64)], (False, True)
+        ):
             own = [("INDEX_BITS", index_bits), ("IS_LOGGED", is_logged)]
+            own += [("PLACE", kernels.INTEGERS[place])]
             compile_for_gpu(kernels._write, tables | sums, [*constants, *own])
 
 
@@ -258,7 +274,9 @@ def staged() -> None:
     class OnDevice(DeltaWriter):
         def begin(self):
             super().begin()
-            self._on_device = DeviceWriter(CPU, self._live, self._new, self._targets)
+            self._on_device = DeviceWriter(
+                CPU, self._live, self._new, self._targets, self._samples
+            )
 
     loader.DeltaWriter = OnDevice
     with Arena.open(CPU, 1 << 26) as arena:
@@ -294,9 +312,11 @@ def given_up() -> None:
     places = [entry(old, copied(old, "norm", old, live["norm"]))]
     writer = DeviceWriter(CPU, live, shadow, Targets.of(places))
     launches = Launches(CPU)
-    changes = decode_unproved(part, launches=launches)
-    memory = [weakref.ref(changes.places), weakref.ref(changes.bits)]
-    writer.write(changes, lambda log: memory.append(weakref.ref(log.offsets)), launches)
+    memory = []
+    changes = writer.write(
+        [part], lambda log: memory.append(weakref.ref(log.offsets)), launches
+    )
+    memory += [weakref.ref(changes.places), weakref.ref(changes.bits)]
     del changes
     gc.collect()
     assert len(memory) == 3 and all(each() is not None for each in memory)
@@ -311,7 +331,9 @@ def large() -> None:
     class OnDevice(DeltaWriter):
         def begin(self):
             super().begin()
-            self._on_device = DeviceWriter(CPU, self._live, self._new, self._targets)
+            self._on_device = DeviceWriter(
+                CPU, self._live, self._new, self._targets, self._samples
+            )
 
     loader.DeltaWriter = OnDevice
     noted, num_given_up = [], 0
@@ -358,17 +380,22 @@ def warmed() -> None:
         real = getattr(module, name)
 
         def run(*args, real=real, name=name, **options):
-            ran.append(f"{name} {options.get('index_bits', '')}".strip())
+            sizes = options.get("place_bytes", 0), options.get("index_bits", 0)
+            ran.append((name, *sizes))
             return real(*args, **options)
 
         setattr(module, name, run)
-    names.remove("write")
-    names += ["write 0", "write 32", "write 64"]
+    names = ["decode_gaps", "decode_others", "decode_runs", "sample"]
+
+    def wanted(place_bytes, index_bits):
+        short = [(name, place_bytes, 0) for name in names]
+        return [*short, *(("write", place_bytes, bits) for bits in (0, index_bits))]
+
     warm(CPU, {torch.bfloat16, torch.float32, torch.float8_e4m3fn})
-    assert sorted(ran) == sorted(names * 3)
+    assert sorted(ran) == sorted([*wanted(4, 32), ("copy", 0, 0)] * 3)
     ran.clear()
-    warm(CPU, {torch.bfloat16}, is_logged=True)
-    assert sorted(ran) == sorted(name for name in names if name != "copy")
+    warm(CPU, {torch.bfloat16}, is_logged=True, has_long=True)
+    assert sorted(ran) == sorted(wanted(4, 32) + wanted(8, 64))
 
 
 @pytest.mark.seconds

@@ -56,7 +56,7 @@ def apply_on_device(parts: Sequence[Part], tensors: Sequence[torch.Tensor]) -> N
     launches, faults = Launches(device), []
     for part in parts:
         changes = decode_unproved(part, launches=launches)
-        _add(changes, targets[changes.numbers], launches)
+        _add(changes, targets[changes.groups.numbers], launches)
         launches.run()
         faults.append(changes.fault)
         del changes  # the next part gets its memory
@@ -67,22 +67,22 @@ def _add(changes: DecodedPart, targets: Table, launches: Launches) -> None:
     """Write these changes when the launches are run.
 
     Args:
-        changes: of one part, which the launches decode before.
+        changes: of one part, which the launches decode before, and whose memory they
+            hold.
         targets: for each group the address, the elements and the width of its tensor.
         launches: get one launch for each width.
 
     """
     from vllm.inflight.delta import triton_kernels as kernels
 
+    groups = changes.groups
     addresses, sizes, widths = targets.T
-    if (widths != changes.widths).any():
+    if (widths != groups.widths).any():
         raise ValueError("a tensor has another width than its changes")
-    rows = np.zeros((len(changes), kernels.APPLY_COLUMNS), dtype=np.int64)
-    rows[:, 0] = changes.places.data_ptr() + 8 * changes.first_places
-    rows[:, 1] = changes.bits.data_ptr() + changes.first_bytes
-    rows[:, 2], rows[:, 3], rows[:, 4] = addresses, sizes, changes.counts
-    rows[:, 6] = changes.are_differences
-    launches.held += changes.places, changes.bits
+    rows = np.zeros((len(groups), kernels.APPLY_COLUMNS), dtype=np.int64)
+    rows[:, :2] = changes.addresses
+    rows[:, 2], rows[:, 3], rows[:, 4] = addresses, sizes, groups.counts
+    rows[:, 6] = groups.are_differences
     for width in np.unique(widths).tolist():
         own = rows[widths == width]
         num_programs = -(-own[:, 4] // kernels.ENTRIES_PER_STEP)

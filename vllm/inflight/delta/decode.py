@@ -26,7 +26,8 @@ class Changes:
 
     Attributes:
         number: number of the tensor in the delta's list of names.
-        places: numbers of the elements in the tensor, strictly increasing; int64.
+        places: numbers of the elements in the tensor, strictly increasing; int64, or
+            int32 if it was asked for.
         bits: their new bits, or what to add to the old ones; an integer of their width.
         are_differences: whether `bits` has to be added.
 
@@ -42,10 +43,13 @@ class Changes:
         return old_bits + self.bits if self.are_differences else self.bits
 
 
-class DecodedPart:
-    """All changes of one part, or of several: its groups, in two flat tensors.
+class Groups:
+    """The groups of one part, or of several: each is a range of changes of one tensor.
 
-    A group is a range of changes of one tensor. Iterating yields them as `Changes`.
+    A tensor has two groups in a row where the form of its values changes.
+
+    Args:
+        rows: of the parts, one after the other.
 
     Attributes:
         numbers: of each group, the number of its tensor.
@@ -53,22 +57,14 @@ class DecodedPart:
         are_differences: of each group, whether the bits have to be added to the old
             ones.
         counts: of each group, the changed elements.
-        first_places: of each group, the number of its first element in `places`.
-        first_bytes: of each group, the offset of its bits in `bits`; a multiple of 8.
-        places: of all groups; int64.
-        bits: of all groups; uint8.
+        of_rows: of each row, the index of its group.
+        within: of each row, how many places and how many bytes of bits come before it
+            in its group; int64 [rows, 2].
 
     """
 
-    def __init__(self, rows: Rows, device: torch.device) -> None:
-        """Make room for the changes of these rows.
-
-        Raises:
-            torch.OutOfMemoryError: there is none.
-
-        """
+    def __init__(self, rows: Rows) -> None:
         entries = rows["num_entries"].astype(np.int64)
-        octets = entries * rows["width"]
         kinds = np.stack((rows["number"], rows["values"]))
         is_first = np.ones(len(rows), dtype=bool)
         is_first[1:] = (kinds[:, 1:] != kinds[:, :-1]).any(0)
@@ -76,39 +72,89 @@ class DecodedPart:
         self.numbers = rows["number"][firsts].astype(np.int64)
         self.widths = rows["width"][firsts].astype(np.int64)
         self.are_differences = rows["values"][firsts] == ValueForm.DIFFERENCE
-        self.counts = _sums(entries, firsts)
-        self.first_places = before(self.counts)
-        sizes = -(-_sums(octets, firsts) // 8) * 8
-        self.first_bytes = before(sizes)
-        group = np.cumsum(is_first) - 1
-        padding = self.first_bytes - before(octets)[firsts]
-        self.slots = np.stack((before(entries), before(octets) + padding[group]), 1)
-        """Of each row its first place in `places`, and its first byte in `bits`."""
-        num_places, num_bytes = int(entries.sum()), int(sizes.sum())
-        self.places = torch.empty(num_places, dtype=torch.int64, device=device)
-        self.bits = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self.fault: torch.Tensor | None = None
-        """On a GPU, what `require_sound` reads; None: the data is not malformed."""
+        self.counts = np.add.reduceat(entries, firsts) if len(firsts) else entries
+        self.of_rows = np.cumsum(is_first) - 1
+        sums = before(np.stack((entries, entries * rows["width"]), 1))
+        self.within = sums - sums[firsts][self.of_rows]
 
     def __len__(self) -> int:
         return len(self.numbers)
 
+
+class DecodedPart:
+    """All changes of one part, or of several. Iterating yields them as `Changes`.
+
+    Args:
+        groups: of the parts.
+        device: where the changes are decoded.
+        place_dtype: of the places. `torch.int32` is for tensors of less than 2**31
+            elements, and on a GPU alone.
+        given: of each group, the addresses of memory for its places and for its bits,
+            0 where there is none; int64 [groups, 2]. By default there is none.
+
+    Raises:
+        torch.OutOfMemoryError: there is no memory for the rest.
+
+    Attributes:
+        groups: of the parts.
+        places: of all groups without memory for them that was given.
+        bits: likewise; uint8.
+        addresses: of each group, where its places and its bits are; int64 [groups, 2].
+        fault: on a GPU, what `require_sound` reads; None: the data is not malformed.
+
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        device: torch.device,
+        place_dtype: torch.dtype = torch.int64,
+        given: Numbers | None = None,
+    ) -> None:
+        self.groups = groups
+        if given is None:
+            given = np.zeros((len(groups), 2), dtype=np.int64)
+        is_own = given == 0
+        counts, sizes = groups.counts, -(-groups.counts * groups.widths // 8) * 8
+        room = np.where(is_own, np.stack((counts, sizes), 1), 0)
+        self._firsts = before(room)
+        num_places, num_bytes = room.sum(0).tolist()
+        self.places = torch.empty(num_places, dtype=place_dtype, device=device)
+        self.bits = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._units = np.array([place_dtype.itemsize, 1])
+        starts = self.places.data_ptr(), self.bits.data_ptr()
+        own = np.array(starts, dtype=np.int64) + self._firsts * self._units
+        self.addresses = np.where(is_own, own, given)
+        self.fault: torch.Tensor | None = None
+
+    @property
+    def slots(self) -> Numbers:
+        """Of each row its first place in `places`, and its first byte in `bits`."""
+        return self._firsts[self.groups.of_rows] + self.groups.within
+
+    @property
+    def row_addresses(self) -> Numbers:
+        """Of each row, where its places and its bits are; int64 [rows, 2]."""
+        return self.addresses[self.groups.of_rows] + self.groups.within * self._units
+
+    def changes_of(self, group: int) -> Changes:
+        """The changes of a group; no memory for them was given."""
+        groups = self.groups
+        num, width = int(groups.counts[group]), int(groups.widths[group])
+        place, byte = self._firsts[group].tolist()
+        return Changes(
+            int(groups.numbers[group]),
+            self.places[place : place + num],
+            self.bits[byte : byte + num * width].view(INTEGERS[width]),
+            bool(groups.are_differences[group]),
+        )
+
     def __iter__(self) -> Iterator[Changes]:
-        columns = (self.numbers, self.widths, self.are_differences, self.counts)
-        slots = self.first_places, self.first_bytes
-        for number, width, is_difference, num, place, byte in zip(
-            *(column.tolist() for column in (*columns, *slots)), strict=True
-        ):
-            bits = self.bits[byte : byte + num * width].view(INTEGERS[width])
-            places = self.places[place : place + num]
-            yield Changes(number, places, bits, is_difference)
+        return map(self.changes_of, range(len(self.groups)))
 
 
 def decode(part: Part, *, num_threads: int = 1) -> DecodedPart:
     """Decode all of a part.
-
-    A tensor has two groups in a row, the second with later places, where the form of
-    its values changes.
 
     Args:
         part: a part that was checked. It is decoded on the device of its data.
@@ -143,7 +189,7 @@ def decode_unproved(
         return decode_joined([part], launches)
     device = part.data.device
     if device.type == "cpu":
-        decoded = DecodedPart(part.rows, device)
+        decoded = DecodedPart(Groups(part.rows), device)
         _decode_native(part, part.plain_data(), decoded, num_threads)
         return decoded
     from vllm.inflight.delta.device_decode import Launches
@@ -168,13 +214,8 @@ def decode_joined(parts: Sequence[Part], launches: Launches) -> DecodedPart:
     from vllm.inflight.delta.device_decode import Joined, decode_rows
 
     joined = Joined.of(parts, launches)
-    decoded = DecodedPart(joined.rows, joined.data.device)
-
-    def keep(fault: torch.Tensor) -> None:
-        decoded.fault = fault
-
-    room = decoded.slots, decoded.places, decoded.bits
-    decode_rows(joined, *room, launches, keep)
+    decoded = DecodedPart(Groups(joined.rows), joined.data.device)
+    decode_rows(joined, decoded, launches)
     return decoded
 
 
@@ -228,15 +269,8 @@ def apply(changes: Changes, flat_view: torch.Tensor, *, num_threads: int = 1) ->
 
 
 def before(counts: Numbers) -> Numbers:
-    """The sum before each number."""
-    return np.cumsum(counts) - counts
-
-
-def _sums(numbers: Numbers, firsts: Numbers) -> Numbers:
-    """The sum of each group, given its first number."""
-    if not len(firsts):
-        return numbers
-    return np.add.reduceat(numbers, firsts)
+    """The sum before each number; of two dimensions, in each column."""
+    return np.cumsum(counts, axis=0) - counts
 
 
 def _decode_native(

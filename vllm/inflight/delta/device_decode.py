@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from vllm.inflight.delta import reference
 from vllm.inflight.delta.part import CHUNK_CODES, OFFSETS, Part, PlaceForm, Rows
 from vllm.inflight.ops.arriving import to_host
+
+if TYPE_CHECKING:
+    from vllm.inflight.delta.decode import DecodedPart
 
 Table = NDArray[np.int64]
 
@@ -132,37 +135,27 @@ def _aligned(data: torch.Tensor) -> torch.Tensor:
     return data.clone() if data.data_ptr() % 8 else data
 
 
-def decode_rows(
-    joined: Joined,
-    slots: Table,
-    places: torch.Tensor,
-    bits: torch.Tensor,
-    launches: Launches,
-    keep: Callable[[torch.Tensor], None],
-) -> None:
+def decode_rows(joined: Joined, decoded: DecodedPart, launches: Launches) -> None:
     """Decode the blocks of checked tables, when the launches are run.
 
     Args:
         joined: the tables, and where their data is.
-        slots: for each row its first place in `places` and its first byte in `bits`.
-        places: gets the places; int64.
-        bits: gets the bits; uint8.
-        launches: the decoding is added to them.
-        keep: gets what `require_none` reads, int64 on the GPU, before the launch that
-            writes it.
+        decoded: made of the groups of these tables. It gets the fault before the launch
+            that writes it.
+        launches: the decoding is added to them, and holds the memory of `decoded`.
 
     """
     from vllm.inflight.delta import triton_kernels as kernels
 
     rows, numbers, data = joined
-    found: list[torch.Tensor] = []
+    launches.held += decoded.places, decoded.bits
+    place_bytes = decoded.places.element_size()
 
     def begin(fault: torch.Tensor) -> None:
-        found.append(fault)
-        keep(fault)
+        decoded.fault = fault
 
     launches.add(np.array([kernels.NO_FAULT], dtype=np.int64), begin)
-    table = _table(rows, numbers, slots)
+    table = _table(rows, numbers, decoded.row_addresses)
     is_gaps = rows["form"] <= PlaceForm.GAPS16
     for width in np.unique(rows["width"]).tolist():
         own = rows["width"] == width
@@ -171,9 +164,11 @@ def decode_rows(
             def of_gaps(
                 on_device: torch.Tensor, owners: torch.Tensor, width: int = width
             ) -> None:
-                (fault,) = found
-                arguments = data, places, bits, fault, width
-                kernels.decode_gaps(on_device, owners, *arguments, CHUNK_CODES)
+                assert decoded.fault is not None
+                arguments = data, decoded.fault, width, CHUNK_CODES
+                kernels.decode_gaps(
+                    on_device, owners, *arguments, place_bytes=place_bytes
+                )
 
             chunks = -(-rows["num_codes"][gaps].astype(np.int64) // CHUNK_CODES)
             launches.add_programs(table[gaps], 12, chunks, of_gaps)
@@ -182,9 +177,11 @@ def decode_rows(
             def of_others(
                 on_device: torch.Tensor, owners: torch.Tensor, width: int = width
             ) -> None:
-                (fault,) = found
-                arguments = data, places, bits, fault, width
-                kernels.decode_others(on_device, owners, *arguments)
+                assert decoded.fault is not None
+                arguments = data, decoded.fault, width
+                kernels.decode_others(
+                    on_device, owners, *arguments, place_bytes=place_bytes
+                )
 
             is_bitmap = rows["form"][others] == PlaceForm.BITMAP
             sizes = np.where(is_bitmap, rows["num_elements"][others], 1)
@@ -194,7 +191,8 @@ def decode_rows(
     if (runs := rows["form"] == PlaceForm.RUNS).any():
 
         def of_runs(on_device: torch.Tensor) -> None:
-            kernels.decode_runs(on_device, data, places, *found)
+            assert decoded.fault is not None
+            kernels.decode_runs(on_device, data, decoded.fault, place_bytes=place_bytes)
 
         # One program for each block: runs are few.
         launches.add(table[runs], of_runs)
@@ -204,7 +202,7 @@ def require_none(faults: Sequence[torch.Tensor]) -> None:
     """Raise `Malformed` for the first part with a fault; the host waits once.
 
     Args:
-        faults: of each part, what `decode_rows` has kept.
+        faults: of each part, `DecodedPart.fault`.
 
     """
     require_no_fault(to_host(torch.cat(list(faults))).tolist())
@@ -218,7 +216,7 @@ def require_no_fault(numbers: Iterable[int]) -> None:
         reference.demand(found is None, *(found or (0, "")))
 
 
-def _table(rows: Rows, numbers: Table, slots: Table) -> Table:
+def _table(rows: Rows, numbers: Table, addresses: Table) -> Table:
     """The rows as the kernels read them."""
     from vllm.inflight.delta.triton_kernels import COLUMNS
 
@@ -231,7 +229,7 @@ def _table(rows: Rows, numbers: Table, slots: Table) -> Table:
     table[:, 6], table[:, 7] = rows["form"], rows["code_bytes"]
     for column, name in enumerate(OFFSETS, 8):
         table[:, column] = rows[name]
-    table[:, 13:15] = slots
+    table[:, 13:15] = addresses
     return table
 
 

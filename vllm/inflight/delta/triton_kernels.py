@@ -419,11 +419,15 @@ def _values(
     return tl.where(is_raw, raw, difference), is_escape
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=["rows", "owners", "data", "places", "bits", "fault"]
-)
+@triton.jit(do_not_specialize_on_alignment=["rows", "owners", "data", "fault"])
 def _decode_gaps(
-    rows, owners, data, places, bits, fault, INTEGER: tl.constexpr, CODES: tl.constexpr
+    rows,
+    owners,
+    data,
+    fault,
+    PLACE: tl.constexpr,
+    INTEGER: tl.constexpr,
+    CODES: tl.constexpr,
 ):
     program = tl.program_id(0)
     row = rows + tl.load(owners + program).to(tl.int64) * 16
@@ -441,8 +445,8 @@ def _decode_gaps(
     values = data + tl.load(row + 10)
     exceptions = data + tl.load(row + 11)
     chunk = program - tl.load(row + 12)
-    places += tl.load(row + 13)
-    bits += tl.load(row + 14)
+    places = tl.load(row + 13).to(tl.pointer_type(PLACE))
+    bits = tl.load(row + 14).to(tl.pointer_type(INTEGER))
 
     # The state before the chunk: three u32. Lanes count from there, in 32 bits: with 64
     # they need so many registers that few programs run at a time.
@@ -479,9 +483,9 @@ def _decode_gaps(
         INTEGER,
     )
     places += entries
-    tl.store(places + entry, first + position + place, mask=is_sound)
-    bits_of = bits.to(tl.pointer_type(INTEGER)) + entries
-    tl.store(bits_of + entry, value, mask=is_sound)
+    at = (first + position + place).to(PLACE)
+    tl.store(places + entry, at, mask=is_sound)
+    tl.store(bits + entries + entry, value, mask=is_sound)
 
     # The state after the chunk is the one before the next chunk, or the row's end.
     position += tl.sum(code + steps, 0)
@@ -554,19 +558,16 @@ def _tally(rows, owners, data, tallies, num_programs, SPAN: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["num_programs"],
-    do_not_specialize_on_alignment=[
-        *("rows", "owners", "data", "sums", "places", "bits", "fault")
-    ],
+    do_not_specialize_on_alignment=["rows", "owners", "data", "sums", "fault"],
 )
 def _decode_others(
     rows,
     owners,
     data,
     sums,
-    places,
-    bits,
     fault,
     num_programs,
+    PLACE: tl.constexpr,
     INTEGER: tl.constexpr,
     SPAN: tl.constexpr,
     LANES: tl.constexpr,
@@ -583,8 +584,8 @@ def _decode_others(
     values = data + tl.load(row + 10)
     exceptions = data + tl.load(row + 11)
     first_program = tl.load(row + 12)
-    places += tl.load(row + 13)
-    bits += tl.load(row + 14)
+    places = tl.load(row + 13).to(tl.pointer_type(PLACE))
+    bits = tl.load(row + 14).to(tl.pointer_type(INTEGER))
     own = (program - first_program) * SPAN
     num_bits = tl.where(form == 3, num_elements, 0)
     is_last = own + SPAN >= tl.maximum(num_bits, num_entries)
@@ -592,9 +593,9 @@ def _decode_others(
     # Lanes count from the span's beginning, in 32 bits, as in `_decode_gaps`.
     if form == 3:
         octets = data + tl.load(row + 9) + own // 8
-        at = tl.arange(0, SPAN // 8)
+        byte = tl.arange(0, SPAN // 8)
         num_octets = _left((num_bits + 7) // 8, own // 8)
-        octet = tl.load(octets + at, mask=at < num_octets, other=0).to(tl.int32)
+        octet = tl.load(octets + byte, mask=byte < num_octets, other=0).to(tl.int32)
         num = _num_bits(octet)
         entries = _sum_before(sums, program, first_program).to(tl.int64)
         entry = tl.cumsum(num, 0) - num
@@ -602,9 +603,10 @@ def _decode_others(
         is_beyond = octet < 0
         for bit in tl.static_range(8):
             is_place = ((octet >> bit) & 1) != 0
-            place = 8 * at + bit
+            place = 8 * byte + bit
             to = places + entries + entry
-            tl.store(to, first + own + place, mask=is_place & (entry < num_left))
+            at = (first + own + place).to(PLACE)
+            tl.store(to, at, mask=is_place & (entry < num_left))
             is_beyond |= is_place & (place >= _left(num_bits, own))
             entry += is_place.to(tl.int32)
         entries += tl.sum(num, 0)
@@ -616,7 +618,8 @@ def _decode_others(
     escapes = _sum_before(sums + num_programs, program, first_program).to(tl.int64)
     for start in range(own, tl.minimum(own + SPAN, num_entries), LANES):
         inside = lane < _left(num_entries, start)
-        tl.store(places + start + lane, first + start + lane, mask=inside & is_whole)
+        at = (first + start + lane).to(PLACE)
+        tl.store(places + start + lane, at, mask=inside & is_whole)
         value, is_escape = _values(
             values,
             exceptions,
@@ -628,16 +631,22 @@ def _decode_others(
             code_bytes,
             INTEGER,
         )
-        to = bits.to(tl.pointer_type(INTEGER)) + start
-        tl.store(to + lane, value, mask=inside)
+        tl.store(bits + start + lane, value, mask=inside)
         escapes += tl.sum(is_escape.to(tl.int32), 0)
     misescaped = is_last & (escapes != num_exceptions)
     found = tl.where(misescaped & (found == 7), 4, found)
     tl.atomic_min(fault, index * 8 + found, mask=found != 7)
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows", "data", "places", "fault"])
-def _decode_runs(rows, data, places, fault, LANES: tl.constexpr, SHORT: tl.constexpr):
+@triton.jit(do_not_specialize_on_alignment=["rows", "data", "fault"])
+def _decode_runs(
+    rows,
+    data,
+    fault,
+    PLACE: tl.constexpr,
+    LANES: tl.constexpr,
+    SHORT: tl.constexpr,
+):
     row = rows + tl.program_id(0).to(tl.int64) * 16
     index = tl.load(row)
     first = tl.load(row + 1)
@@ -645,7 +654,7 @@ def _decode_runs(rows, data, places, fault, LANES: tl.constexpr, SHORT: tl.const
     num_entries = tl.load(row + 3)
     num_codes = tl.load(row + 5)
     words = (data + tl.load(row + 9)).to(tl.pointer_type(tl.int32))
-    places += tl.load(row + 13)
+    places = tl.load(row + 13).to(tl.pointer_type(PLACE))
     lane = tl.arange(0, LANES)
     entries = index * 0
     num_beyond = entries
@@ -672,7 +681,8 @@ def _decode_runs(rows, data, places, fault, LANES: tl.constexpr, SHORT: tl.const
         room = tl.minimum(length, tl.maximum(num_entries - to, 0))
         longest = tl.max(room, 0)
         for more in range(0, tl.minimum(longest, SHORT)):
-            tl.store(places + to + more, first + begin + more, mask=more < room)
+            place = (first + begin + more).to(PLACE)
+            tl.store(places + to + more, place, mask=more < room)
         if longest > SHORT:
             # What is left of long runs is written run by run.
             at = entries
@@ -682,11 +692,8 @@ def _decode_runs(rows, data, places, fault, LANES: tl.constexpr, SHORT: tl.const
                 room_of = tl.minimum(size_of, tl.maximum(num_entries - at, 0))
                 for more in range(SHORT, room_of, LANES):
                     step = more + lane
-                    tl.store(
-                        places + at + step,
-                        first + begin_of + step,
-                        mask=step < room_of,
-                    )
+                    place = (first + begin_of + step).to(PLACE)
+                    tl.store(places + at + step, place, mask=step < room_of)
                 at += size_of
         entries += tl.sum(length, 0)
     found = index * 0 + 7
@@ -863,28 +870,29 @@ def decode_gaps(
     rows: torch.Tensor,
     owners: torch.Tensor,
     data: torch.Tensor,
-    places: torch.Tensor,
-    bits: torch.Tensor,
     fault: torch.Tensor,
     width: int,
     num_codes: int,
+    *,
+    place_bytes: int,
 ) -> None:
     """Decode all chunks of blocks of one width, in one launch.
 
     Args:
-        rows: int64 [blocks, COLUMNS] on the GPU, or flat; device_decode.py fills it.
+        rows: int64 [blocks, COLUMNS] on the GPU, or flat; device_decode.py fills it. It
+            has the addresses that get the places and the bits.
         owners: the row of each chunk; int32.
         data: data of the part, at an address that is a multiple of 8.
-        places: gets the places.
-        bits: gets the bits, at offsets that are multiples of the width.
         fault: becomes the least number of a fault: NUM_FAULTS times the index of the
             row, plus the number in FAULTS; NO_FAULT before.
         width: bytes of an element.
         num_codes: codes of a chunk.
+        place_bytes: of a place, 4 or 8.
 
     """
     _decode_gaps[(len(owners),)](
-        *(rows, owners, data, places, bits, fault),
+        *(rows, owners, data, fault),
+        PLACE=INTEGERS[place_bytes],
         INTEGER=INTEGERS[width],
         CODES=num_codes,
     )
@@ -894,10 +902,10 @@ def decode_others(
     rows: torch.Tensor,
     owners: torch.Tensor,
     data: torch.Tensor,
-    places: torch.Tensor,
-    bits: torch.Tensor,
     fault: torch.Tensor,
     width: int,
+    *,
+    place_bytes: int,
 ) -> None:
     """Decode blocks of the other forms, of one width; of runs, their bits alone.
 
@@ -907,10 +915,9 @@ def decode_others(
         rows: as in `decode_gaps`.
         owners: the row of each program, one for each SPAN of a row; int32.
         data: as in `decode_gaps`.
-        places: likewise.
-        bits: likewise.
         fault: likewise.
         width: bytes of an element.
+        place_bytes: as in `decode_gaps`.
 
     """
     num = len(owners)
@@ -918,7 +925,8 @@ def decode_others(
     _tally[(num,)](rows, owners, data, tallies, num, SPAN=SPAN, num_warps=8)
     sums = tallies.cumsum(1, dtype=torch.int32)
     _decode_others[(num,)](
-        *(rows, owners, data, sums, places, bits, fault, num),
+        *(rows, owners, data, sums, fault, num),
+        PLACE=INTEGERS[place_bytes],
         INTEGER=INTEGERS[width],
         SPAN=SPAN,
         LANES=ENTRIES_PER_STEP,
@@ -926,19 +934,22 @@ def decode_others(
 
 
 def decode_runs(
-    rows: torch.Tensor, data: torch.Tensor, places: torch.Tensor, fault: torch.Tensor
+    rows: torch.Tensor, data: torch.Tensor, fault: torch.Tensor, *, place_bytes: int
 ) -> None:
     """Decode the places of all blocks of runs, in one launch.
 
     Args:
         rows: as in `decode_gaps`.
         data: likewise.
-        places: likewise.
         fault: likewise.
+        place_bytes: likewise.
 
     """
     _decode_runs[(rows.numel() // COLUMNS,)](
-        *(rows, data, places, fault), LANES=ENTRIES_PER_STEP, SHORT=SHORT_RUN
+        *(rows, data, fault),
+        PLACE=INTEGERS[place_bytes],
+        LANES=ENTRIES_PER_STEP,
+        SHORT=SHORT_RUN,
     )
 
 

@@ -55,18 +55,21 @@ class ChangedSamples:
         """
         from vllm.inflight.worker.delta import triton_kernels as kernels
 
-        launches.held += *self._blocks, changes.places, changes.bits
-        numbers = changes.numbers
-        rows = np.zeros((len(numbers), kernels.SAMPLE_COLUMNS), dtype=np.int64)
-        rows[:, 0] = changes.places.data_ptr() + 8 * changes.first_places
-        rows[:, 1] = changes.bits.data_ptr() + changes.first_bytes
-        rows[:, 2], rows[:, 3] = changes.counts, changes.are_differences
+        launches.held += self._blocks
+        groups, place_bytes = changes.groups, changes.places.element_size()
+        numbers = groups.numbers
+        rows = np.zeros((len(groups), kernels.SAMPLE_COLUMNS), dtype=np.int64)
+        rows[:, :2] = changes.addresses
+        rows[:, 2], rows[:, 3] = groups.counts, groups.are_differences
         rows[:, 4], rows[:, 5] = self._addresses[numbers], self._sizes[numbers]
         rows[:, 6] = self._steps[numbers]
-        for width in np.unique(changes.widths).tolist():
-            own = (changes.widths == width) & (self._widths[numbers] == width)
+        for width in np.unique(groups.widths).tolist():
+            own = (groups.widths == width) & (self._widths[numbers] == width)
+            launch = functools.partial(
+                kernels.sample, width=width, place_bytes=place_bytes
+            )
             if own.any():
-                launches.add(rows[own], functools.partial(kernels.sample, width=width))
+                launches.add(rows[own], launch)
 
     def write_on_host(self, changes: Changes) -> None:
         """Write the changes of one tensor, with torch."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -11,21 +12,18 @@ import torch
 
 from vllm.inflight import ops
 from vllm.inflight.delta import Encoder, Part
-from vllm.inflight.delta.decode import (
-    DecodedPart,
-    before,
-    decode_unproved,
-    require_sound,
-)
+from vllm.inflight.delta.decode import DecodedPart, Groups, before, require_sound
 from vllm.inflight.delta.device_decode import (
+    Joined,
     Launches,
     Table,
+    decode_rows,
     require_no_fault,
 )
 from vllm.inflight.ops.arriving import to_host
 from vllm.inflight.worker.delta.changed_samples import ChangedSamples
 from vllm.inflight.worker.delta.destinations import Destinations, follow
-from vllm.inflight.worker.delta.targets import Targets
+from vllm.inflight.worker.delta.targets import Bools, Targets
 from vllm.inflight.worker.replay_plan import Copied, Entry
 from vllm.inflight.worker.shadow.change_log import SUMS as LOG_SUMS
 from vllm.inflight.worker.shadow.change_log import ChangeLog
@@ -51,6 +49,8 @@ class DeviceWriter:
         live: the served parameters.
         shadow: the shadow parameters, or the log that stands for them.
         targets: what the tensors of the delta are written into.
+        samples: of the version that the delta leads to; None if they are not known.
+        are_long: whether the tensors are written as if one had MOST_SHORT elements.
 
     """
 
@@ -60,10 +60,14 @@ class DeviceWriter:
         live: Params,
         shadow: Params | ChangeLog,
         targets: Targets,
+        samples: ChangedSamples | None = None,
+        *,
+        are_long: bool = False,
     ) -> None:
         from vllm.inflight.worker.delta.triton_kernels import COLUMNS, SUMS
 
         self._device, self._shadow, self._targets = device, shadow, targets
+        self._samples = samples
         # Of each copy, the columns that are the same for all parts.
         self._rows = np.zeros((len(targets.copies), COLUMNS), dtype=np.int64)
         self._rows[:, 2] = addresses(live, targets.params)
@@ -75,64 +79,136 @@ class DeviceWriter:
         self._rows[:, 11:13] = targets.steps[:, :2]
         self._rows[:, 14] = (targets.steps[:, 2::3] > 1).sum(1)
         self._rows[:, 16:] = targets.steps[:, 2:]
-        index_bits = np.where(tensors[number, 0] < MOST_SHORT, 32, 64)
+        is_long = are_long | (tensors[:, 0] >= MOST_SHORT)
+        index_bits = np.where(is_long[number], 64, 32)
         self._index_bits = np.where(targets.are_flat, 0, index_bits)
         shape = len(tensors), SUMS
         self._sums = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._place_dtype = torch.int64 if is_long.any() else torch.int32
+        # Offsets, which stay where places were, have 32 bits.
+        self._is_direct = (tensors[:, 3] == 1) & (not is_long.any())
+        alone = np.flatnonzero(self._is_direct)
+        self._is_direct[alone] = ~targets.is_cut[tensors[alone, 4]]
+
+    def room_for(self, part: Part) -> int:
+        """Bytes that the changes of a part are decoded into, beside where they stay."""
+        rows = part.rows
+        is_direct = self._is_direct[rows["number"]]
+        has_bits = is_direct & isinstance(self._shadow, ChangeLog)
+        sizes = self._place_dtype.itemsize * ~is_direct + rows["width"] * ~has_bits
+        return int(rows["num_entries"].astype(np.int64) @ sizes.astype(np.int64))
 
     def write(
         self,
-        changes: DecodedPart,
+        parts: Sequence[Part],
         note: Callable[[ChangedElements], None],
         launches: Launches,
-    ) -> None:
-        """Write these changes into the shadow parameters, or into the log.
+    ) -> DecodedPart | None:
+        """Write the changes of parts into the shadow parameters, or into the log.
+
+        Where all of a tensor is served, and once, the places are decoded to where their
+        offsets stay: in the elements that are noted, or in the log. The bits are as
+        well, in the log.
 
         Args:
-            changes: of one part.
+            parts: checked, in their order, on the GPU.
             note: called with the places of the elements, before the first is written
                 into a shadow parameter.
             launches: the changes are decoded and written when these are run. Where a
                 tensor is cut over ranks, a log needs the places before: they are run
                 here then.
 
-        """
-        from vllm.inflight.worker.delta import triton_kernels as kernels
+        Returns:
+            the changes as they are decoded; None if the log has no room for them.
 
-        targets = self._targets
-        copy, group = targets.copies_of(changes.numbers)
-        rows, counts = self._rows[copy], changes.counts[group]
-        widths = changes.widths[group]
-        params = [targets.params[number] for number in copy.tolist()]
-        rows[:, 0] = changes.places.data_ptr() + 8 * changes.first_places[group]
-        rows[:, 1] = changes.bits.data_ptr() + changes.first_bytes[group]
-        rows[:, 8] = changes.are_differences[group]
-        log_sums: torch.Tensor | None = None
-        if isinstance(self._shadow, ChangeLog):
+        """
+        joined = Joined.of(parts, launches)
+        groups = Groups(joined.rows)
+        copy, group = self._targets.copies_of(groups.numbers)
+        rows, is_direct = self._rows[copy], self._is_direct[groups.numbers[group]]
+        rows[:, 5], widths = groups.counts[group], groups.widths[group]
+        rows[:, 8] = groups.are_differences[group]
+        given = np.zeros((len(groups), 2), dtype=np.int64)
+        if (log := self._log) is None:
+            self._note(rows, copy, widths, note, launches)
+            given[group[is_direct], 0] = rows[is_direct, 4]
+        elif self._reserve(log, rows, copy, widths, is_direct):
+            given[group[is_direct]] = rows[is_direct][:, [4, 3]]
+        else:
+            # The rest is counted all the same, for the error.
+            rows[:, 5] = self._about_served(copy, rows[:, 5])
+            self._reserve(log, rows, copy, widths, ~is_direct)
+            return None
+        changes = DecodedPart(groups, self._device, self._place_dtype, given)
+        decode_rows(joined, changes, launches)
+        if self._samples is not None:
+            self._samples.write(changes, launches)
+        rows[:, :2] = changes.addresses[group]
+        if log is not None and not is_direct.all():
             if self._targets.is_cut[copy].any():
                 launches.run()
-                launches.held += self._only_own(changes, group, copy, rows, counts)
-            reserved = self._shadow.reserve_all(params, counts, widths)
-            if reserved is None:
-                return  # the rest is counted all the same
-            rows[:, 4], rows[:, 3], rows[:, 13] = reserved
-            log_sums = self._shadow.sums_on_device()
-        else:
-            firsts = before(counts)
-            size = int(counts.sum())
-            offsets = torch.full((size,), -1, dtype=torch.int32, device=self._device)
-            # A log that has grown too long is given up as it is noted.
-            launches.held.append(offsets)
-            rows[:, 4] = offsets.data_ptr() + 4 * firsts
-            columns = firsts.tolist(), (firsts + counts).tolist(), widths.tolist()
-            note(ChangedElements(offsets, tuple(map(Stretch, params, *columns))))
-        rows[:, 5] = counts
-        launches.held += changes.places, changes.bits
-        index_bits = self._index_bits[copy]
+                launches.held += self._only_own(changes, group, copy, rows)
+                launches.held += changes.places, changes.bits
+            if not self._reserve(log, rows, copy, widths, ~is_direct):
+                return changes
+        self._launch(rows, widths, self._index_bits[copy], launches)
+        return changes
+
+    @property
+    def _log(self) -> ChangeLog | None:
+        return self._shadow if isinstance(self._shadow, ChangeLog) else None
+
+    def _note(
+        self,
+        rows: Table,
+        copy: Table,
+        widths: Table,
+        note: Callable[[ChangedElements], None],
+        launches: Launches,
+    ) -> None:
+        """Note the elements of these rows, which get the addresses of their offsets."""
+        firsts, counts = before(rows[:, 5]), rows[:, 5]
+        size = int(counts.sum())
+        offsets = torch.full((size,), -1, dtype=torch.int32, device=self._device)
+        # A log that has grown too long is given up as it is noted.
+        launches.held.append(offsets)
+        rows[:, 4] = offsets.data_ptr() + 4 * firsts
+        columns = firsts.tolist(), (firsts + counts).tolist(), widths.tolist()
+        params = map(self._targets.params.__getitem__, copy.tolist())
+        note(ChangedElements(offsets, tuple(map(Stretch, params, *columns))))
+
+    def _reserve(
+        self, log: ChangeLog, rows: Table, copy: Table, widths: Table, chosen: Bools
+    ) -> bool:
+        """Reserve room in the log for the chosen rows; returns whether it has some.
+
+        The rows get the addresses, and the number of their first element.
+        """
+        if chosen.any():
+            params = [self._targets.params[number] for number in copy[chosen].tolist()]
+            reserved = log.reserve_all(params, rows[chosen, 5], widths[chosen])
+            if reserved is not None:
+                rows[chosen, 4], rows[chosen, 3], rows[chosen, 13] = reserved
+        return log.has_room
+
+    def _about_served(self, copy: Table, counts: Table) -> Table:
+        """About how many of so many changes of tensors these copies serve."""
+        parts = [self._targets.copies[number].part[1] for number in copy.tolist()]
+        num_served = np.array([prod(shape) for shape in parts], dtype=np.float64)
+        sizes = self._targets.tensors[self._rows[copy, 7], 0]
+        return np.ceil(counts * num_served / sizes).astype(np.int64)
+
+    def _launch(
+        self, rows: Table, widths: Table, index_bits: Table, launches: Launches
+    ) -> None:
+        """Write the changes of these rows when the launches are run."""
+        from vllm.inflight.worker.delta import triton_kernels as kernels
+
+        log_sums = None if self._log is None else self._log.sums_on_device()
+        place_bytes = self._place_dtype.itemsize
         kinds = zip(widths.tolist(), index_bits.tolist(), strict=True)
         for width, num_bits in sorted(set(kinds)):
-            own = (widths == width) & (index_bits == num_bits)
-            num_programs = -(-counts[own] // kernels.BLOCK)
+            own = rows[(widths == width) & (index_bits == num_bits)]
 
             def launch(
                 table: torch.Tensor,
@@ -140,60 +216,38 @@ class DeviceWriter:
                 kind: tuple[int, int] = (width, num_bits),
             ) -> None:
                 width, num_bits = kind
-                sums = self._sums, width, log_sums
-                kernels.write(table, owners, *sums, index_bits=num_bits)
+                sizes = {"place_bytes": place_bytes, "index_bits": num_bits}
+                kernels.write(table, owners, self._sums, width, log_sums, **sizes)
 
-            launches.add_programs(rows[own], 6, num_programs, launch)
-
-    def warm_long(self, width: int) -> None:
-        """Compile the kernel for tensors from MOST_SHORT elements on: none is written.
-
-        Args:
-            width: bytes of an element.
-
-        """
-        from vllm.inflight.worker.delta import triton_kernels as kernels
-
-        is_logged = isinstance(self._shadow, ChangeLog)
-        row = torch.zeros(kernels.COLUMNS, dtype=torch.int64, device=self._device)
-        owner = torch.zeros(1, dtype=torch.int32, device=self._device)
-        sums = self._sums, width, row[:LOG_SUMS] if is_logged else None
-        kernels.write(row.clone(), owner, *sums, index_bits=64)
+            launches.add_programs(own, 6, -(-own[:, 5] // kernels.BLOCK), launch)
 
     def _only_own(
-        self,
-        changes: DecodedPart,
-        group: Table,
-        copy: Table,
-        rows: Table,
-        counts: Table,
+        self, changes: DecodedPart, group: Table, copy: Table, rows: Table
     ) -> list[torch.Tensor]:
-        """Leave out of rows and counts what other ranks serve.
+        """Leave out of rows what other ranks serve.
 
         A shadow parameter is written where an element is, and nowhere else. The log
         shall hold no elements of other ranks.
 
         Args:
-            changes: of one part.
+            changes: decoded.
             group: for each row, its number in `changes`.
             copy: for each row, the number of its copy.
             rows: of the kernel.
-            counts: elements of each row.
 
         Returns:
             the memory that the rows refer to.
 
         """
         held: list[torch.Tensor] = []
-        cut = np.flatnonzero(self._targets.is_cut[copy]).tolist()
-        groups = list(changes)
-        for row in cut:
-            copied, own = self._targets.copies[copy[row]], groups[group[row]]
+        for row in np.flatnonzero(self._targets.is_cut[copy]).tolist():
+            copied = self._targets.copies[copy[row]]
+            own = changes.changes_of(group[row])
             _, is_here = follow(own.places, copied.part, copied.view)
             (chosen,) = is_here.nonzero(as_tuple=True)
             places, bits = own.places[chosen], own.bits[chosen]
             rows[row, 0], rows[row, 1] = places.data_ptr(), bits.data_ptr()
-            counts[row] = len(chosen)
+            rows[row, 5] = len(chosen)
             held += [places, bits]
         return held
 
@@ -211,7 +265,7 @@ class DeviceWriter:
             Malformed: the data of a part is malformed.
 
         """
-        log = self._shadow if isinstance(self._shadow, ChangeLog) else None
+        log = self._log
         of_log = [] if log is None else [log.sums_on_device()]
         read = to_host(torch.cat([*faults, *of_log, self._sums.view(-1)])).numpy()
         require_no_fault(read[: len(faults)].tolist())
@@ -223,7 +277,11 @@ class DeviceWriter:
 
 
 def warm(
-    device: torch.device, dtypes: set[torch.dtype], *, is_logged: bool = False
+    device: torch.device,
+    dtypes: set[torch.dtype],
+    *,
+    is_logged: bool = False,
+    has_long: bool = False,
 ) -> None:
     """Compile the kernels for these dtypes now, and not while decoding.
 
@@ -231,6 +289,7 @@ def warm(
         device: of the parameters.
         dtypes: of the parameters.
         is_logged: whether changes go into the log of delta staging.
+        has_long: whether a tensor of the checkpoint has MOST_SHORT elements or more.
 
     """
     for width in {dtype.itemsize for dtype in dtypes}:
@@ -253,24 +312,27 @@ def warm(
             {str(number): old.t().to(device) for number, old in enumerate(olds)}
             for _ in ("live", "shadow")
         )
-        log = ChangeLog(device, 1 << 12) if is_logged else None
         places = [own_place(*each) for each in enumerate(olds)]
-        target = shadow if log is None else log
-        writer = DeviceWriter(device, live, target, Targets.of(places))
-        logs: list[ChangedElements] = []
-        launches = Launches(device)
-        changes = decode_unproved(part, launches=launches)
-        writer.write(changes, logs.append, launches)
-        writer.warm_long(width)
         sampler = Sampler(device=device)
         sampler.add([(str(number), old.to(device)) for number, old in enumerate(olds)])
         sizes = np.array([old.numel() for old in olds])
         names = [*map(str, range(len(olds)))]
-        ChangedSamples(sampler.samples(), names, sizes).write(changes, launches)
-        launches.run()
-        require_sound([changes.fault])
-        copy_elements(logs, live, shadow)
-        writer.results()
+        samples = ChangedSamples(sampler.samples(), names, sizes)
+        for are_long in {False, has_long}:
+            log = ChangeLog(device, 1 << 12) if is_logged else None
+            writer = DeviceWriter(
+                *(device, live, shadow if log is None else log, Targets.of(places)),
+                samples,
+                are_long=are_long,
+            )
+            logs: list[ChangedElements] = []
+            launches = Launches(device)
+            changes = writer.write([part], logs.append, launches)
+            launches.run()
+            assert changes is not None
+            require_sound([changes.fault])
+            copy_elements(logs, live, shadow)
+            writer.results()
 
 
 def own_place(number: int, tensor: torch.Tensor) -> Destinations:

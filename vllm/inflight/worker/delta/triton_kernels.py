@@ -30,8 +30,8 @@ COPY_COLUMNS = 5
 SAMPLE_COLUMNS = 7
 """int64 values of a row of `sample`."""
 
-SEARCH_STEPS = 27
-"""Halvings after which one of 2**26 changes is found; no part has more."""
+SEARCH_STEPS = 32
+"""Halvings after which one of less than 2**32 changes is found."""
 
 SUMS = 4
 """int64 values of the sums of a tensor: both halves of what its digest changes by, the
@@ -49,15 +49,18 @@ def _write(
     sums,
     log_sums,
     WIDTH: tl.constexpr,
+    PLACE: tl.constexpr,
     INTEGER: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
     INDEX_BITS: tl.constexpr,
     IS_LOGGED: tl.constexpr,
 ):
+    # Places and bits may lie where the offsets and the new bits are stored: each lane
+    # reads its own before it stores there.
     program = tl.program_id(0)
     row = rows + tl.load(owners + program).to(tl.int64) * COLUMNS
-    places = tl.load(row).to(tl.pointer_type(tl.int64))
+    places = tl.load(row).to(tl.pointer_type(PLACE))
     bits = tl.load(row + 1).to(tl.pointer_type(INTEGER))
     live = tl.load(row + 2).to(tl.pointer_type(INTEGER))
     target = tl.load(row + 3).to(tl.pointer_type(INTEGER))
@@ -71,7 +74,7 @@ def _write(
     nan_byte = tl.load(row + 10) + tl.zeros((BLOCK,), tl.int64)
     at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num
-    place = tl.load(places + at, mask=inside, other=0)
+    place = tl.load(places + at, mask=inside, other=0).to(tl.int64)
     # Followed from the part of the tensor into the view of the parameter.
     left = place - tl.load(row + 11)
     offset = tl.zeros((BLOCK,), tl.int64) + tl.load(row + 12)
@@ -144,6 +147,7 @@ def _copy(rows, owners, INTEGER: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize_on_alignment=["rows"])
 def _sample(
     rows,
+    PLACE: tl.constexpr,
     INTEGER: tl.constexpr,
     COLUMNS: tl.constexpr,
     RUNS: tl.constexpr,
@@ -151,7 +155,7 @@ def _sample(
     STEPS: tl.constexpr,
 ):
     row = rows + tl.program_id(0).to(tl.int64) * COLUMNS
-    places = tl.load(row).to(tl.pointer_type(tl.int64))
+    places = tl.load(row).to(tl.pointer_type(PLACE))
     bits = tl.load(row + 1).to(tl.pointer_type(INTEGER))
     num = tl.load(row + 2)
     is_added = tl.load(row + 3)
@@ -165,13 +169,14 @@ def _sample(
     for _ in range(STEPS):
         is_open = low < high
         middle = (low + high) >> 1
-        place = tl.load(places + middle, mask=is_open, other=0)
+        place = tl.load(places + middle, mask=is_open, other=0).to(tl.int64)
         is_before = is_open & (place < first)
         low = tl.where(is_before, middle + 1, low)
         high = tl.where(is_open & (place >= first), middle, high)
     at = low[:, None] + tl.arange(0, RUN)[None, :]
     inside = at < num
-    to = tl.load(places + at, mask=inside, other=-1) - first[:, None]
+    place = tl.load(places + at, mask=inside, other=-1).to(tl.int64)
+    to = place - first[:, None]
     target = run[:, None] * RUN + to
     inside &= (to >= 0) & (to < RUN) & (target < size)
     change = tl.load(bits + at, mask=inside, other=0)
@@ -187,6 +192,7 @@ def write(
     width: int,
     log_sums: torch.Tensor | None = None,
     *,
+    place_bytes: int,
     index_bits: int,
 ) -> None:
     """Write changes of one element width into the shadow weights, or into a log.
@@ -197,6 +203,7 @@ def write(
         sums: int64 [tensors, SUMS]; it is added to.
         width: bytes of an element.
         log_sums: of the log of delta staging, see change_log.py; None without it.
+        place_bytes: of a place, 4 or 8.
         index_bits: 0 if parts and views of all rows are in one piece; 32 if all parts
             and views reach less far than 2**31 elements; else 64. Places are divided
             in so many bits, as 64 take longer.
@@ -205,6 +212,7 @@ def write(
     _write[(len(owners),)](
         *(rows, owners, sums, sums if log_sums is None else log_sums),
         WIDTH=width,
+        PLACE=INTEGERS[place_bytes],
         INTEGER=INTEGERS[width],
         BLOCK=BLOCK,
         COLUMNS=COLUMNS,
@@ -228,7 +236,7 @@ def copy(rows: torch.Tensor, owners: torch.Tensor, width: int) -> None:
     _copy[(len(owners),)](rows, owners, INTEGER=INTEGERS[width], BLOCK=BLOCK)
 
 
-def sample(rows: torch.Tensor, width: int) -> None:
+def sample(rows: torch.Tensor, width: int, *, place_bytes: int) -> None:
     """Write changes of one element width into samples.
 
     Args:
@@ -236,10 +244,12 @@ def sample(rows: torch.Tensor, width: int) -> None:
             places and of the bits, number of changes, whether the bits are added,
             address of the sample, number of its elements, and places from run to run.
         width: bytes of an element.
+        place_bytes: of a place, 4 or 8.
 
     """
     _sample[(rows.numel() // SAMPLE_COLUMNS,)](
         rows,
+        PLACE=INTEGERS[place_bytes],
         INTEGER=INTEGERS[width],
         COLUMNS=SAMPLE_COLUMNS,
         RUNS=NUM_RUNS,

@@ -30,7 +30,6 @@ from vllm.inflight.delta.decode import (
     DecodedPart,
     Numbers,
     apply,
-    decode_joined,
     decode_unproved,
 )
 from vllm.inflight.delta.device_decode import Launches
@@ -61,11 +60,10 @@ from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.verify.checks import IS_TIED, untied
 from vllm.inflight.worker.verify.content import Content, Facts
 
-PLACE_BYTES = 8
-"""Bytes of the place of a decoded change; its bits come on top."""
 MOST_DECODED = 1 << 30
-"""Most bytes of changes that are decoded together, if they are not of one part. Each
-decoding takes about ten launches, and each launch time that decoding has not."""
+"""Most bytes that the changes of several parts take when they are decoded together,
+beside where they stay. Each decoding takes about ten launches, and each launch time
+that decoding has not."""
 MOST_WITH_ONE_SET = 128 << 20
 """The same with delta staging, which is for engines that have little memory."""
 
@@ -165,6 +163,7 @@ class DeltaWriter:
                 self._live,
                 self._new if self._log is None else self._log,
                 self._targets,
+                self._samples,
             )
 
     def _begin_computed(self) -> None:
@@ -411,8 +410,7 @@ class DeltaWriter:
         together: list[Part] = []
         room = 0
         for part in parts:
-            sizes = PLACE_BYTES + part.rows["width"].astype(np.int64)
-            needed = int(part.rows["num_entries"] @ sizes)
+            needed = self._on_device.room_for(part)
             if together and needed > room:
                 yield together
                 together = []
@@ -430,35 +428,36 @@ class DeltaWriter:
 
     def _write(self, parts: Sequence[Part]) -> None:
         """Decode parts, and write their changes."""
+        for part in parts:
+            rows = part.rows
+            np.add.at(self._num_entries, rows["number"], rows["num_entries"])
         if self._on_device is None:
             for part in parts:
                 changes = decode_unproved(part)
-                np.add.at(self._num_entries, changes.numbers, changes.counts)
                 for each in changes:
                     self._write_on_host(each)
                 self._compute(changes)
             return
         launches = Launches(self._shadow.device)
-        changes = decode_joined(parts, launches)
-        np.add.at(self._num_entries, changes.numbers, changes.counts)
-        self._on_device.write(changes, self._shadow.note_changed, launches)
-        if self._samples is not None:
-            self._samples.write(changes, launches)
+        decoded = self._on_device.write(parts, self._shadow.note_changed, launches)
         launches.run()
-        assert changes.fault is not None
-        self._faults.append(changes.fault)
-        self._compute(changes)
+        if decoded is not None:
+            assert decoded.fault is not None
+            self._faults.append(decoded.fault)
+            self._compute(decoded)
 
-    def _compute(self, changes: DecodedPart) -> None:
+    def _compute(self, decoded: DecodedPart) -> None:
         """Apply the changes of tensors that loaders compute with."""
-        names = [self._specs[number].name for number in changes.numbers.tolist()]
+        numbers = decoded.groups.numbers.tolist()
+        names = [self._specs[number].name for number in numbers]
         if self.computed.keys().isdisjoint(names):
             return
         self.require_sound()  # else a place may be any number
-        for name, each in zip(names, changes, strict=True):
+        for group, name in enumerate(names):
             if (tensor := self.computed.get(name)) is not None:
-                places, bits = to_host(each.places), to_host(each.bits)
-                apply(replace(each, places=places, bits=bits), tensor.view(-1))
+                changes = decoded.changes_of(group)
+                places, bits = to_host(changes.places).long(), to_host(changes.bits)
+                apply(replace(changes, places=places, bits=bits), tensor.view(-1))
 
     def _write_on_host(self, changes: Changes) -> None:
         number, bits = changes.number, changes.bits

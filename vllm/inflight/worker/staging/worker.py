@@ -264,7 +264,13 @@ class StagingWorker:
             with self.staging_stream():
                 replay_plan.warm(device, self.shadow.arriving_dtypes, dtypes)
                 drift.warm(device)
-                device_writer.warm(device, dtypes, is_logged=is_logged)
+                has_long = any(
+                    entry.shape.numel() >= device_writer.MOST_SHORT
+                    for _, entry in self.shadow.plan.items()
+                )
+                device_writer.warm(
+                    device, dtypes, is_logged=is_logged, has_long=has_long
+                )
                 if is_logged:
                     swap.warm(device, dtypes)
                     dense.warm(device, dtypes)
