@@ -135,6 +135,13 @@ def _aligned(data: torch.Tensor) -> torch.Tensor:
     return data.clone() if data.data_ptr() % 8 else data
 
 
+def bytes_of_copy(part: Part) -> int:
+    """Bytes of the copy of a part's data that `Joined` makes on the GPU, if any."""
+    if (plain_bytes := part.plain_bytes) is not None:
+        return plain_bytes
+    return part.data.numel() if part.data.data_ptr() % 8 else 0
+
+
 def decode_rows(joined: Joined, decoded: DecodedPart, launches: Launches) -> None:
     """Decode the blocks of checked tables, when the launches are run.
 

@@ -106,6 +106,9 @@ class Block:
     exceptions_at: int
 
 
+NOT_CHECKED = "check the part before its use: part.check(...)"
+
+
 class Part:
     """A part as it travels: two flat uint8 tensors.
 
@@ -124,6 +127,7 @@ class Part:
                 raise Malformed(f"the {name} of a part of a delta is no flat uint8")
         self.table, self.data = table.contiguous(), data.contiguous()
         self._checked: torch.Tensor | None = None
+        self._rows: Rows | None = None
         self._on_host: torch.Tensor | None = None
         """A copy of the table for the next check, which nobody else can change."""
 
@@ -166,12 +170,13 @@ class Part:
         except ValueError as error:
             raise Malformed(f"a part of the delta is malformed: {error}") from None
         self._checked = table
+        self._rows = table.numpy()[HEADER.size :].view(ROWS)
 
     @property
     def checked_table(self) -> torch.Tensor:
         """The table as it was checked, on the host."""
         if self._checked is None:
-            raise ValueError("check the part before its use: part.check(...)")
+            raise ValueError(NOT_CHECKED)
         return self._checked
 
     def blocks(self) -> list[Block]:
@@ -182,13 +187,20 @@ class Part:
     @property
     def rows(self) -> Rows:
         """The rows of the table, which was checked."""
-        return self.checked_table.numpy()[HEADER.size :].view(ROWS)
+        if self._rows is None:
+            raise ValueError(NOT_CHECKED)
+        return self._rows
+
+    @property
+    def plain_bytes(self) -> int | None:
+        """Bytes of the data without its compression; None if it has none."""
+        header = self.checked_table[: HEADER.size].numpy().tobytes()
+        _, _, flags, _, _, plain_bytes, _ = HEADER.unpack(header)
+        return plain_bytes if flags & ZSTD else None
 
     def plain_data(self) -> torch.Tensor:
         """The data, without its compression."""
-        header = self.checked_table[: HEADER.size].numpy().tobytes()
-        _, _, flags, _, _, plain_bytes, _ = HEADER.unpack(header)
-        if not flags & ZSTD:
+        if (plain_bytes := self.plain_bytes) is None:
             return self.data
         plain = compression.decompress(self.data.cpu(), plain_bytes)
         return plain.to(self.data.device)

@@ -606,8 +606,11 @@ def _decode_others(
             place = 8 * byte + bit
             to = places + entries + entry
             at = (first + own + place).to(PLACE)
-            tl.store(to, at, mask=is_place & (entry < num_left))
-            is_beyond |= is_place & (place >= _left(num_bits, own))
+            is_out = place >= _left(num_bits, own)
+            # No place beyond the block is written, as others may read it.
+            is_sound = is_place & (entry < num_left) & (is_out == 0)
+            tl.store(to, at, mask=is_sound)
+            is_beyond |= is_place & is_out
             entry += is_place.to(tl.int32)
         entries += tl.sum(num, 0)
         found = tl.where(is_last & (entries != num_entries), 3, found)
@@ -682,7 +685,8 @@ def _decode_runs(
         longest = tl.max(room, 0)
         for more in range(0, tl.minimum(longest, SHORT)):
             place = (first + begin + more).to(PLACE)
-            tl.store(places + to + more, place, mask=more < room)
+            is_sound = (more < room) & (begin + more < num_elements)
+            tl.store(places + to + more, place, mask=is_sound)
         if longest > SHORT:
             # What is left of long runs is written run by run.
             at = entries
@@ -693,7 +697,8 @@ def _decode_runs(
                 for more in range(SHORT, room_of, LANES):
                     step = more + lane
                     place = (first + begin_of + step).to(PLACE)
-                    tl.store(places + at + step, place, mask=step < room_of)
+                    is_sound = (step < room_of) & (begin_of + step < num_elements)
+                    tl.store(places + at + step, place, mask=is_sound)
                 at += size_of
         entries += tl.sum(length, 0)
     found = index * 0 + 7

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -17,6 +17,7 @@ from vllm.inflight.delta.device_decode import (
     Joined,
     Launches,
     Table,
+    bytes_of_copy,
     decode_rows,
     require_no_fault,
 )
@@ -39,6 +40,10 @@ Params = Mapping[str, torch.Tensor]
 MOST_SHORT = 1 << 31
 """Elements of a tensor from which on a place does not fit into 32 bits. A parameter is
 shorter, see `is_short` in destinations.py."""
+
+
+ROOM_TO_WARM = 1 << 14
+"""Bytes of the log that `warm` writes into; a part of 8-byte elements takes 6.2 KiB."""
 
 
 class DeviceWriter:
@@ -79,24 +84,62 @@ class DeviceWriter:
         self._rows[:, 11:13] = targets.steps[:, :2]
         self._rows[:, 14] = (targets.steps[:, 2::3] > 1).sum(1)
         self._rows[:, 16:] = targets.steps[:, 2:]
-        is_long = are_long | (tensors[:, 0] >= MOST_SHORT)
-        index_bits = np.where(is_long[number], 64, 32)
-        self._index_bits = np.where(targets.are_flat, 0, index_bits)
+        has_long = are_long or bool((tensors[:, 0] >= MOST_SHORT).any())
+        self._index_bits = np.where(targets.are_flat, 0, 64 if has_long else 32)
         shape = len(tensors), SUMS
         self._sums = torch.zeros(shape, dtype=torch.int64, device=device)
-        self._place_dtype = torch.int64 if is_long.any() else torch.int32
+        self._place_dtype = torch.int64 if has_long else torch.int32
         # Offsets, which stay where places were, have 32 bits.
-        self._is_direct = (tensors[:, 3] == 1) & (not is_long.any())
+        self._is_direct = (tensors[:, 3] == 1) & (not has_long)
         alone = np.flatnonzero(self._is_direct)
         self._is_direct[alone] = ~targets.is_cut[tensors[alone, 4]]
 
-    def room_for(self, part: Part) -> int:
-        """Bytes that the changes of a part are decoded into, beside where they stay."""
+    def batches(self, parts: Sequence[Part], most: int) -> Iterator[Sequence[Part]]:
+        """Parts that are written together.
+
+        Args:
+            parts: checked, in their order, on the GPU.
+            most: bytes that several of them may take, beside what stays.
+
+        """
+        together: list[Part] = []
+        room = logged = 0
+        for part in parts:
+            taken, in_log = self._room_for(part, logged)
+            if together and taken > room:
+                yield together
+                together, logged = [], 0
+                taken, in_log = self._room_for(part, 0)
+            if not together:
+                room = most
+            together.append(part)
+            room, logged = room - taken, logged + in_log
+        if together:
+            yield together
+
+    def _room_for(self, part: Part, logged: int) -> tuple[int, int]:
+        """Bytes that a part takes on the GPU until it is written, and in the log.
+
+        Args:
+            part: checked.
+            logged: bytes in the log of parts that are written together with it.
+
+        """
         rows = part.rows
-        is_direct = self._is_direct[rows["number"]]
-        has_bits = is_direct & isinstance(self._shadow, ChangeLog)
-        sizes = self._place_dtype.itemsize * ~is_direct + rows["width"] * ~has_bits
-        return int(rows["num_entries"].astype(np.int64) @ sizes.astype(np.int64))
+        numbers, entries = rows["number"], rows["num_entries"].astype(np.int64)
+        widths = rows["width"].astype(np.int64)
+        is_direct = self._is_direct[numbers]
+        taken, in_log = bytes_of_copy(part), 0
+        if self._log is None:
+            # The offsets may be given up as soon as they are noted.
+            taken += int(entries @ (4 * self._targets.tensors[numbers, 3] + widths))
+            widths = np.zeros_like(widths)
+        else:
+            in_log = int(entries @ ((4 + widths) * is_direct))
+            if logged + in_log > self._log.room_beside_weights:
+                in_log, is_direct = 0, np.zeros_like(is_direct)
+        sizes = (self._place_dtype.itemsize + widths) * ~is_direct
+        return taken + int(entries @ sizes), in_log
 
     def write(
         self,
@@ -107,8 +150,8 @@ class DeviceWriter:
         """Write the changes of parts into the shadow parameters, or into the log.
 
         Where all of a tensor is served, and once, the places are decoded to where their
-        offsets stay: in the elements that are noted, or in the log. The bits are as
-        well, in the log.
+        offsets stay: in the elements that are noted, or in the log beside the weights.
+        The bits are as well, in the log.
 
         Args:
             parts: checked, in their order, on the GPU.
@@ -122,8 +165,7 @@ class DeviceWriter:
             the changes as they are decoded; None if the log has no room for them.
 
         """
-        joined = Joined.of(parts, launches)
-        groups = Groups(joined.rows)
+        groups = Groups(np.concatenate([part.rows for part in parts]))
         copy, group = self._targets.copies_of(groups.numbers)
         rows, is_direct = self._rows[copy], self._is_direct[groups.numbers[group]]
         rows[:, 5], widths = groups.counts[group], groups.widths[group]
@@ -133,12 +175,15 @@ class DeviceWriter:
             self._note(rows, copy, widths, note, launches)
             given[group[is_direct], 0] = rows[is_direct, 4]
         elif self._reserve(log, rows, copy, widths, is_direct):
-            given[group[is_direct]] = rows[is_direct][:, [4, 3]]
+            # To read and to write host memory once more would take long.
+            is_here = is_direct & log.are_beside_weights(rows[:, 4])
+            given[group[is_here]] = rows[is_here][:, [4, 3]]
         else:
             # The rest is counted all the same, for the error.
-            rows[:, 5] = self._about_served(copy, rows[:, 5])
+            rows[:, 5] = self._most_served(copy, rows[:, 5])
             self._reserve(log, rows, copy, widths, ~is_direct)
             return None
+        joined = Joined.of(parts, launches)
         changes = DecodedPart(groups, self._device, self._place_dtype, given)
         decode_rows(joined, changes, launches)
         if self._samples is not None:
@@ -191,12 +236,11 @@ class DeviceWriter:
                 rows[chosen, 4], rows[chosen, 3], rows[chosen, 13] = reserved
         return log.has_room
 
-    def _about_served(self, copy: Table, counts: Table) -> Table:
-        """About how many of so many changes of tensors these copies serve."""
+    def _most_served(self, copy: Table, counts: Table) -> Table:
+        """The most of so many changes of tensors that these copies may serve."""
         parts = [self._targets.copies[number].part[1] for number in copy.tolist()]
-        num_served = np.array([prod(shape) for shape in parts], dtype=np.float64)
-        sizes = self._targets.tensors[self._rows[copy, 7], 0]
-        return np.ceil(counts * num_served / sizes).astype(np.int64)
+        num_served = np.array([prod(shape) for shape in parts], dtype=np.int64)
+        return np.minimum(counts, num_served)
 
     def _launch(
         self, rows: Table, widths: Table, index_bits: Table, launches: Launches
@@ -319,7 +363,7 @@ def warm(
         names = [*map(str, range(len(olds)))]
         samples = ChangedSamples(sampler.samples(), names, sizes)
         for are_long in {False, has_long}:
-            log = ChangeLog(device, 1 << 12) if is_logged else None
+            log = ChangeLog(device, ROOM_TO_WARM) if is_logged else None
             writer = DeviceWriter(
                 *(device, live, shadow if log is None else log, Targets.of(places)),
                 samples,

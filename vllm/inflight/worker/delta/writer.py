@@ -17,7 +17,7 @@ change are those of the served version, whose digest is known.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -189,7 +189,7 @@ class DeltaWriter:
         parts = [part.on(self._shadow.device) for part in arrived]
         for part in parts:
             self._order.check(part)
-        for together in self._joined(parts):
+        for together in self._batches(parts):
             self._write(together)
             num_bytes = sum(part.num_bytes for part in together)
             self._received(num_bytes, int(np.count_nonzero(self._num_entries)))
@@ -402,27 +402,15 @@ class DeltaWriter:
             "of Publisher and of Weights), or send whole versions.",
         )
 
-    def _joined(self, parts: Sequence[Part]) -> Iterator[Sequence[Part]]:
+    def _batches(self, parts: Sequence[Part]) -> Iterable[Sequence[Part]]:
         """Parts that are decoded together; on the host each of them alone."""
         if self._on_device is None or len(parts) < 2:
-            yield from ([part] for part in parts)
-            return
-        together: list[Part] = []
-        room = 0
-        for part in parts:
-            needed = self._on_device.room_for(part)
-            if together and needed > room:
-                yield together
-                together = []
-            if not together:
-                room = self._most_decoded
-            together.append(part)
-            room -= needed
-        yield together
+            return ([part] for part in parts)
+        return self._on_device.batches(parts, self._most_decoded)
 
     @functools.cached_property
     def _most_decoded(self) -> int:
-        """Bytes that decoded changes may take, if they are not of one part alone."""
+        """Bytes that several parts may take until they are written."""
         most = MOST_DECODED if self._log is None else MOST_WITH_ONE_SET
         return int(min(most, self._shadow.spare_bytes() / 4))
 

@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from vllm.inflight import ops
 from vllm.inflight.errors import ChangeLogFull, OutOfDeviceMemory
@@ -265,6 +266,27 @@ class ChangeLog:
     def host_bytes(self) -> int:
         """Bytes of host memory that the log has by now."""
         return sum(len(block.memory) for block in self._blocks)
+
+    @property
+    def room_beside_weights(self) -> int:
+        """Bytes that can be taken beside the weights, without host memory.
+
+        The way back may have to be moved out for them, where the host has room for it.
+        """
+        if self._memory is None or not self.has_room:
+            return 0
+        movable = self._memory.num_kept if self.keeps and self._may_move else 0
+        return self._memory.num_left + movable
+
+    def are_beside_weights(self, addresses: Numbers) -> NDArray[np.bool_]:
+        """Which addresses of reserved memory are beside the weights."""
+        assert self._memory is not None
+        memory = self._memory.memory
+        first = memory.data_ptr()
+        found: NDArray[np.bool_] = (addresses >= first) & (
+            addresses < first + memory.numel()
+        )
+        return found
 
     def require_room(self) -> None:
         """Raise `ChangeLogFull` unless all elements found room."""

@@ -264,10 +264,8 @@ class StagingWorker:
             with self.staging_stream():
                 replay_plan.warm(device, self.shadow.arriving_dtypes, dtypes)
                 drift.warm(device)
-                has_long = any(
-                    entry.shape.numel() >= device_writer.MOST_SHORT
-                    for _, entry in self.shadow.plan.items()
-                )
+                largest = self.shadow.start_checkpoint.largest
+                has_long = largest is None or largest >= device_writer.MOST_SHORT
                 device_writer.warm(
                     device, dtypes, is_logged=is_logged, has_long=has_long
                 )

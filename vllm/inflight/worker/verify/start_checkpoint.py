@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
+from math import prod
 from pathlib import Path
 from typing import Self
 
@@ -56,6 +57,14 @@ class StartCheckpoint:
     ) -> None:
         self._shapes = shapes
         self._dtypes = dtypes or {}
+
+    @property
+    def largest(self) -> int | None:
+        """Elements of its largest tensor; None if not all shapes are known."""
+        shapes = self._shapes.values()
+        if not shapes or None in shapes:
+            return None
+        return max(prod(shape) for shape in shapes if shape is not None)
 
     @classmethod
     def of(cls, vllm_config: upstream.VllmConfig) -> Self:
