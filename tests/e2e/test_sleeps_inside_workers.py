@@ -25,6 +25,7 @@ from tests.support.engines.bare_core import (
     call,
     prompt,
     publish,
+    request,
     stage,
 )
 from tests.support.engines.pools_on_host import Pools
@@ -365,6 +366,33 @@ def test_lost_kv_is_computed_again_where_a_block_is_held(
         assert Streams(core).run().tokens["again"] == expected
     finally:
         pool.free_blocks(held)
+
+
+def test_only_requests_that_cannot_be_computed_again_end_when_kv_is_lost(
+    core: EngineCore, folders: dict[str, Path]
+) -> None:
+    publish(core, folders["new"], "new")
+    expected = says(core, "expected")
+    for name in ("session", "later session"):
+        made = request(name, prompt(3))
+        made.resumable = True
+        core.add_request(*core.preprocess_add_request(made))
+        if name == "session":
+            add(core, "waits", prompt(3))
+            streams = Streams(core).step(4)
+    before = {name: list(tokens) for name, tokens in streams.tokens.items()}
+    assert set(before) == {"session", "waits"}
+    rpc(core, "tests_discard_pools", "kv_cache")
+    assert streams.step().finished == {"session": "abort"}
+    assert "tests_discard_pools has given back the KV" in streams.stopped["session"]
+    assert "in a streaming session" in streams.stopped["session"]
+    assert streams.tokens == before
+    rpc(core, "tests_wake_pools")
+    for _ in range(100):
+        if len(streams.step().tokens.get("later session", ())) == len(expected):
+            break
+    assert streams.tokens["waits"] == streams.tokens["later session"] == expected
+    core.abort_requests(["later session"])
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort"])
