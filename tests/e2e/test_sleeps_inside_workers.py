@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm import _custom_ops
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -306,6 +307,25 @@ def nap(worker: Any) -> None:
     """Sleep and wake up in one call; everything keeps its content."""
     worker.tests_sleep_pools("weights", "kv_cache")
     worker.tests_wake_pools()
+
+
+@pytest.mark.parametrize("kept", [(), ("kv_cache",), ("weights", "kv_cache")])
+def test_pools_that_nobody_can_fill_again_are_kept_by_every_sleep(
+    core: EngineCore,
+    pools: Pools,
+    folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    kept: tuple[str, ...],
+) -> None:
+    """As upstream's own sleep keeps them."""
+    tags = "runtime", "cudagraph", "scratch"
+    words = torch.arange(64, dtype=torch.int32)
+    others = {tag: words.clone() for tag in tags}
+    monkeypatch.setattr(pools, "others", others)
+    rpc(core, "tests_sleep_pools", *kept)
+    assert not any(torch.equal(each, words) for each in others.values())
+    rpc(core, "tests_wake_pools")
+    assert [torch.equal(others[tag], words) for tag in tags] == [True, True, False]
 
 
 def test_weights_that_were_lost_before_the_cores_own_sleep_are_lost(
