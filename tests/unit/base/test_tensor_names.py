@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from vllm.inflight.tensor_names import (
     Neighbours,
     checkpoint_names,
-    is_torn,
     describe_unknown,
+    is_torn,
     matcher,
     nearest,
     paired,
