@@ -16,7 +16,7 @@ LABELS = {"prime_rl_nccl": "step_1", "pipelinerl": "7"}
 """Of frameworks whose calls have a label."""
 OF_FOLDER = "areal_files"
 """Its label is the name of the folder."""
-SHAPES = dict.fromkeys(PACKS, {"family": "qwen2", "hidden": 256})
+SHAPES = {name: {"family": "qwen2", "hidden": 256} for name in PACKS}
 """Of models whose layers are quantised in blocks."""
 REPLIES: dict[str, list[Any]] = {
     **{name: [[True, "Success"]] for name in ("areal", "areal_files")},
