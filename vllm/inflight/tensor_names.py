@@ -52,7 +52,10 @@ def is_torn(sent: Collection[str], unsent: Collection[str]) -> bool:
     a trainer leaves alone, such as a vision tower, is a part of its own. Names are
     those of parameters.
     """
-    stacks, lacking = ({*map(_root, names)} - {None} for names in (sent, unsent))
+    stacks, lacking = (
+        {root for name in names if (root := _root(name)) is not None}
+        for names in (sent, unsent)
+    )
     if lacking and not stacks:
         return True
     roots = stacks | lacking
