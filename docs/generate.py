@@ -32,6 +32,7 @@ from vllm.inflight.cli import main as cli
 from vllm.inflight.config import (
     ADMIN_KEY_ENV,
     ALLOW_RUST_ENV,
+    CONFIG_ENV,
     RUST_ENV,
     InflightConfig,
 )
@@ -55,6 +56,8 @@ AT_START_UP = (ConfigError, UpstreamChanged)
 """Errors that stop the start, and never occur over HTTP."""
 
 ENVIRONMENT = {
+    CONFIG_ENV: "Fields as a JSON object, for an engine that another program starts. "
+    "Flags and `additional_config` go before it.",
     ADMIN_KEY_ENV: "Key of the control routes; "
     "[who may call](http.md#who-may-call) says what it opens.",
     patch.ALLOW_UNTESTED_ENV: "Start on a release of vLLM that was not tested.",

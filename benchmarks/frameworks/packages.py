@@ -276,6 +276,14 @@ OWN["prime_rl_nccl"] = replace(
     extension=("prime_rl.inference.vllm.worker.nccl", "NCCLWeightUpdateWorker"),
     empty=("prime_rl.utils",),
 )
+OWN["verl_fp8"] = OWN["verl_fp8_packed"] = replace(
+    OWN["verl"],
+    empty=(
+        *("ray", "verl.utils.kernel.kernels", "verl.utils.tokenizer"),
+        *("verl.workers.config", "verl.utils.vllm.npu_vllm_patch"),
+    ),
+)
+"""With what quantises in blocks of FP8, and prepares layers for them."""
 OWN["areal_files"] = OWN["areal"]
 OWN["nemo_rl_zmq"] = OWN["nemo_rl"]
 OWN["roll_buckets"] = OWN["roll"]

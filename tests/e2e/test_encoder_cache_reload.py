@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.e2e.test_media import encoded
 from tests.support.engines.bare_core import call
@@ -113,6 +114,33 @@ def test_a_session_in_the_middle_of_a_picture_rejects_a_reload(
     assert call(llm.llm_engine.engine_core.engine_core, "info") == told
     monkeypatch.undo()
     assert len(finish(llm)["session"]) == SAMPLING.max_tokens
+
+
+def test_a_write_ends_a_session_in_the_middle_of_a_picture_and_no_other_request(
+    llm: Any, old: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reload(llm, old)
+    llm.llm_engine.add_request("reads", "a text", SAMPLING)
+    llm.llm_engine.step()
+    scheduler = look(llm, "session")
+    running = {r.request_id.split("-")[0]: r for r in scheduler.running}
+    monkeypatch.setattr(running["session"], "streaming_queue", [])
+    llm.collective_rpc(write)
+    assert not readers(scheduler) and not encoded(llm)
+    ended = {}
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            ended[output.request_id] = output.outputs[0]
+    assert ended["session"].finish_reason == "abort"
+    assert "in a streaming session" in ended["session"].stop_reason
+    assert len(ended["reads"].token_ids) == SAMPLING.max_tokens
+
+
+@torch.no_grad()
+def write(worker: Any) -> None:
+    """Write into the live weights by hand; their values do not change."""
+    for parameter in worker.model_runner.model.parameters():
+        parameter.copy_(parameter.clone())
 
 
 def preempted_at_a_commit(

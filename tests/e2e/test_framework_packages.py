@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.frameworks.packages import OWN
 from tests.support.engines.script import run_script
-from tests.support.frameworks.packages import JOIN
+from tests.support.frameworks.packages import JOIN, PACKS
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -16,6 +16,8 @@ LABELS = {"prime_rl_nccl": "step_1", "pipelinerl": "7"}
 """Of frameworks whose calls have a label."""
 OF_FOLDER = "areal_files"
 """Its label is the name of the folder."""
+SHAPES = {name: {"family": "qwen2", "hidden": 256} for name in PACKS}
+"""Of models whose layers are quantised in blocks."""
 REPLIES: dict[str, list[Any]] = {
     **{name: [[True, "Success"]] for name in ("areal", "areal_files")},
     **{name: [True] for name in ("nemo_rl", "nemo_rl_zmq")},
@@ -31,7 +33,8 @@ def test_the_extension_of_the_package_updates_beside_decoding(
     record_property: Callable[[str, object], None],
 ) -> None:
     assert OWN[framework].folder.is_dir(), "run `make test-frameworks`"
-    old, new = checkpoint(0), checkpoint(1)
+    shape = SHAPES.get(framework, {})
+    old, new = checkpoint(0, **shape), checkpoint(1, **shape)
     seen = run_script(
         "packages",
         framework,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm import _custom_ops
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -25,6 +26,7 @@ from tests.support.engines.bare_core import (
     call,
     prompt,
     publish,
+    request,
     stage,
 )
 from tests.support.engines.pools_on_host import Pools
@@ -307,6 +309,25 @@ def nap(worker: Any) -> None:
     worker.tests_wake_pools()
 
 
+@pytest.mark.parametrize("kept", [(), ("kv_cache",), ("weights", "kv_cache")])
+def test_pools_that_nobody_can_fill_again_are_kept_by_every_sleep(
+    core: EngineCore,
+    pools: Pools,
+    folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    kept: tuple[str, ...],
+) -> None:
+    """As upstream's own sleep keeps them."""
+    tags = "runtime", "cudagraph", "scratch"
+    words = torch.arange(64, dtype=torch.int32)
+    others = {tag: words.clone() for tag in tags}
+    monkeypatch.setattr(pools, "others", others)
+    rpc(core, "tests_sleep_pools", *kept)
+    assert not any(torch.equal(each, words) for each in others.values())
+    rpc(core, "tests_wake_pools")
+    assert [torch.equal(others[tag], words) for tag in tags] == [True, True, False]
+
+
 def test_weights_that_were_lost_before_the_cores_own_sleep_are_lost(
     core: EngineCore, pools: Pools, folders: dict[str, Path]
 ) -> None:
@@ -365,6 +386,33 @@ def test_lost_kv_is_computed_again_where_a_block_is_held(
         assert Streams(core).run().tokens["again"] == expected
     finally:
         pool.free_blocks(held)
+
+
+def test_only_requests_that_cannot_be_computed_again_end_when_kv_is_lost(
+    core: EngineCore, folders: dict[str, Path]
+) -> None:
+    publish(core, folders["new"], "new")
+    expected = says(core, "expected")
+    for name in ("session", "later session"):
+        made = request(name, prompt(3))
+        made.resumable = True
+        core.add_request(*core.preprocess_add_request(made))
+        if name == "session":
+            add(core, "waits", prompt(3))
+            streams = Streams(core).step(4)
+    before = {name: list(tokens) for name, tokens in streams.tokens.items()}
+    assert set(before) == {"session", "waits"}
+    rpc(core, "tests_discard_pools", "kv_cache")
+    assert streams.step().finished == {"session": "abort"}
+    assert "tests_discard_pools has given back the KV" in streams.stopped["session"]
+    assert "in a streaming session" in streams.stopped["session"]
+    assert streams.tokens == before
+    rpc(core, "tests_wake_pools")
+    for _ in range(100):
+        if len(streams.step().tokens.get("later session", ())) == len(expected):
+            break
+    assert streams.tokens["waits"] == streams.tokens["later session"] == expected
+    core.abort_requests(["later session"])
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort"])

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.frameworks.packages import OWN
 from tests.support.engines.script import run_script
+from vllm.inflight.config import CONFIG_ENV
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -23,9 +24,10 @@ def test_what_trl_loads_is_served_and_a_version_if_it_is_adopted(
     assert OWN["trl"].folder.is_dir(), "run `make test-frameworks`"
     seen = run_script(
         "trl",
-        *("colocated", adopt, sleeps, checkpoint(0), checkpoint(1)),
+        *("colocated", sleeps, checkpoint(0), checkpoint(1)),
         room="tests.support.frameworks",
-        env={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        env={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        | ({CONFIG_ENV: '{"adopt": "direct"}'} if adopt == "direct" else {}),
     )
     assert seen["is new"]
     if adopt == "direct":

@@ -16,10 +16,22 @@ from tests.e2e.test_sleep import says
 from tests.support.engines.bare_core import call, publish
 from tests.support.frameworks.core import extended_core
 from tests.support.trainers.store_group import StoreTrainer, store_trainer
+from vllm.inflight.engine.compat import adoption
 
 pytestmark = pytest.mark.engine
 
 EXTENSION = "tests.support.frameworks.openrlhf.Extension"
+
+
+def test_an_extension_without_a_known_call_is_named_at_the_start(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the engine below: vLLM adds an extension to its own class."""
+    own, told = "tests.support.engines.user_extension.Extension", []
+    monkeypatch.setattr(adoption.logger, "info", lambda *line: told.append(line))
+    with extended_core(folders["old"], own) as core:
+        assert any("no known call" in line[0] and line[1] == own for line in told)
+        assert call(core, "info")["worker_extension"] == {"name": own, "calls": []}
 
 
 @pytest.fixture(scope="module", params=[None, "off"], ids=["default", "off"])

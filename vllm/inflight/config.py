@@ -8,6 +8,7 @@ both travel to every process in vLLM's `additional_config["inflight"]`.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from vllm.inflight.errors import ConfigError
 
 ADMIN_KEY_ENV = "VLLM_INFLIGHT_ADMIN_KEY"
 API_KEY_ENV = "VLLM_API_KEY"
+CONFIG_ENV = "VLLM_INFLIGHT_CONFIG"
 RUST_ENV = "VLLM_USE_RUST_FRONTEND"
 ALLOW_RUST_ENV = "VLLM_INFLIGHT_ALLOW_RUST_FRONTEND"
 
@@ -282,6 +284,40 @@ class InflightConfig:
         """Whether somebody has set a field, be it to its default."""
         given = _given(vllm_config)
         return isinstance(given, Mapping) and name in given
+
+
+def with_environment(extra: Any) -> Any:
+    """`additional_config` with the fields that the environment names.
+
+    A framework that starts the engine itself may pass nothing of ours. Fields that
+    `additional_config` has, and so flags, go before those of the environment.
+
+    Args:
+        extra: `additional_config`; it is not changed.
+
+    Raises:
+        ConfigError: the variable is no JSON object of fields and allowed values, or
+            `additional_config` is no dictionary that could have them.
+
+    """
+    if not (text := os.environ.get(CONFIG_ENV)):
+        return extra
+    try:
+        fields = json.loads(text)
+        InflightConfig.parse(fields)
+    except (ValueError, ConfigError) as error:
+        raise ConfigError(
+            f'{CONFIG_ENV} must be a JSON object of fields, as {{"pauses": "absorb"}}: '
+            f"{error}"
+        ) from error
+    if not isinstance(extra, Mapping | None):
+        raise ConfigError(
+            f"{CONFIG_ENV} is set, and additional_config is no dictionary: {extra!r}"
+        )
+    own = (extra or {}).get("inflight")
+    if not isinstance(own, Mapping | None):
+        return extra  # rejected by name when it is parsed
+    return {**(extra or {}), "inflight": {**(fields or {}), **(own or {})}}
 
 
 def _given(vllm_config: Any) -> object:

@@ -45,17 +45,35 @@ _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 """The number of a layer in its stack, or of an expert."""
 
 
-def lacks_layers(sent: Iterable[str], unsent: Iterable[str]) -> bool:
-    """Whether some layers of a stack were sent and others not, or no layer at all.
+def is_torn(sent: Collection[str], unsent: Collection[str]) -> bool:
+    """Whether a part of a model was sent in part, or no layer at all.
 
-    A part of a model that its trainer leaves alone, such as a vision tower, has stacks
-    of its own. Names are those of parameters.
+    A part is a stack of layers with all that lies beside it, as an embedding does. What
+    a trainer leaves alone, such as a vision tower, is a part of its own. Names are
+    those of parameters.
     """
-    kinds, lacking = (
-        {_LAYER.sub("#", name) for name in names if _LAYER.search(name)}
+    stacks, lacking = (
+        {root for name in names if (root := _root(name)) is not None}
         for names in (sent, unsent)
     )
-    return bool(lacking) and (not kinds or not kinds.isdisjoint(lacking))
+    if lacking and not stacks:
+        return True
+    roots = stacks | lacking
+    begun, due = ({_part(name, roots) for name in names} for names in (sent, unsent))
+    return not roots.isdisjoint(begun & due)
+
+
+def _root(name: str) -> str | None:
+    """What holds the stack of a layer: `model` of `model.layers.0.norm.weight`."""
+    found = _LAYER.search(name)
+    return None if found is None else name[: found.start() - 1].rpartition(".")[0]
+
+
+def _part(name: str, roots: Collection[str]) -> str | None:
+    """The smallest part that a parameter lies in; None if it lies in none."""
+    parents = name.split(".")[:-1]
+    prefixes = (".".join(parents[:num]) for num in range(len(parents), -1, -1))
+    return next((prefix for prefix in prefixes if prefix in roots), None)
 
 
 def checkpoint_names(param: str, fused: Mapping[str, Sequence[str]]) -> list[str]:

@@ -3,17 +3,22 @@
 The simulated worker knows which weights wrote each slot of the KV cache.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from vllm.v1.engine.core import EngineCore
 
+from tests.e2e.simulated.test_connectors import Saving
+from tests.e2e.simulated.test_sessions import TEXT, Told, say
 from tests.support.engines.bare_core import Streams, add, call, prompt
 from tests.support.simulated.core import (
     assert_told_truly,
     publish_weights,
     stage_weights,
 )
+from tests.support.simulated.graph import Queued
+from vllm.inflight.engine.scheduling import kv_connectors
 
 
 def label_of(core: EngineCore, wrote: dict[int, str]) -> Any:
@@ -38,6 +43,29 @@ def test_stamps_and_kv_versions_are_correct_across_out_of_band_writes(
         assert all(w == weights for s in made if s.weights == weights for w in s.kv)
     runs = {s.weights for s in core.model_executor.sampled["runs"]}
     assert runs == {0, 1, 2}
+
+
+def test_a_write_aborts_only_requests_that_cannot_be_computed_again(
+    make: Callable[..., EngineCore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connector would save their KV of the weights before."""
+    core = make(Queued, pipeline_parallel_size=2)
+    saving = Saving(core)
+    monkeypatch.setattr(kv_connectors, "_apart", lambda scheduler: [saving])
+    streams = Told(core)
+    say(core, list(TEXT))
+    add(core, "runs", prompt(1), max_tokens=60)
+    while len(streams.tokens.get("runs", ())) < 9:
+        streams.step()
+    core.collective_rpc("tests_write", args=(1,))
+    label = call(core, "info")["weight_version"]
+    streams.run()
+    assert streams.finished == {"s": "abort", "runs": "length"}
+    assert "tests_write has written" in streams.stopped["s"]
+    assert "in a streaming session" in streams.stopped["s"]
+    assert_told_truly(core, streams, label_of(core, {1: label}))
+    assert {w for w in core.model_executor.sampled["runs"][-1].kv} == {1}
+    assert saving.num_to_come == [0]
 
 
 def test_an_out_of_band_write_removes_the_rollback_target(core: EngineCore) -> None:

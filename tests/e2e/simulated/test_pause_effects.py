@@ -129,13 +129,17 @@ def test_requests_whose_kv_cannot_be_computed_again_are_named(
     session = request("session", prompt(5))
     session.resumable = True
     core.add_request(*core.preprocess_add_request(session))
+    streams.step(3)
+    later = request("later", prompt(5))
+    later.resumable = True
+    core.add_request(*core.preprocess_add_request(later))
     add(core, "remote", prompt(6))
     core.scheduler.requests["remote"].status = RequestStatus.WAITING_FOR_REMOTE_KVS
     stage_weights(core, 1)
     for method in ("pause", "commit"):
         refused = core.inflight(method, {"mode": "retract"})["error"]
         assert refused["code"] == "pause_conflict"
-        assert "'session' (in a streaming session)" in refused["message"]
+        assert "request 'session' (in a streaming session)" in refused["message"]
         assert "'remote' (waiting for remote KV)" in refused["message"]
     assert call(core, "paused")["is_paused"] is False
     core.scheduler.requests["remote"].status = RequestStatus.WAITING

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm import SamplingParams
-from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 
 from tests.support.engines.stamps import Stamps
@@ -74,6 +74,8 @@ class Streams:
         self.tokens: dict[str, list[int]] = {}
         self.stamps: dict[str, list[str]] = {}
         self.finished: dict[str, str] = {}
+        self.stopped: dict[str, Any] = {}
+        """The `stop_reason` of those that have finished."""
         self._read = Stamps()
 
     def step(self, times: int = 1) -> "Streams":
@@ -88,6 +90,7 @@ class Streams:
                     )
                     if output.finish_reason is not None:
                         self.finished[output.request_id] = str(output.finish_reason)
+                        self.stopped[output.request_id] = output.stop_reason
         return self
 
     def _groups(self) -> list[Any]:
@@ -96,11 +99,11 @@ class Streams:
             return self.core.round()
         outputs, executed = self.core.step_fn()
         self.core.post_step(executed)
-        late, self.core.vllm_inflight.drained_outputs = (
-            self.core.vllm_inflight.drained_outputs,
-            [],
-        )
-        return [g for each in [*late, outputs or {}] for g in each.values()]
+        controller = self.core.vllm_inflight
+        late, controller.drained_outputs = controller.drained_outputs, []
+        last, controller.undelivered_outputs = controller.undelivered_outputs, []
+        groups = [g for each in [*late, outputs or {}] for g in each.values()]
+        return [*groups, EngineCoreOutputs(outputs=last)]
 
     def run(self, most: int = 400) -> "Streams":
         for _ in range(most):

@@ -35,6 +35,8 @@ class Pools:
                 apply(record)
         self._allocator = cumem.CuMemAllocator()
         self._worker: Any = None
+        self.others: dict[str, torch.Tensor] = {}
+        """What lies in other pools, by the tag of the pool."""
         driver = SimpleNamespace(cudaMemcpy=ctypes.memmove)
         patch.setattr(cumem, "libcudart", driver)
         patch.setattr(cumem, "PIN_MEMORY", False)
@@ -63,7 +65,8 @@ class Pools:
         for place in [place for place, of in allocated.items() if not of.is_asleep]:
             del allocated[place]
         asleep = {of.tag for of in allocated.values()}
-        for tag in {"weights", "kv_cache"} - asleep if self._worker else ():
+        tags = {"weights", "kv_cache", *self.others} if self._worker else set()
+        for tag in tags - asleep:
             self._allocator.current_tag = tag
             for tensor in self._tensors(tag):
                 memory = tensor.untyped_storage()
@@ -74,6 +77,8 @@ class Pools:
         return self._allocator
 
     def _tensors(self, tag: str) -> list[torch.Tensor]:
+        if tag in self.others:
+            return [self.others[tag]]
         runner = self._worker.model_runner
         if tag == "kv_cache":
             return list(runner.kv_caches)

@@ -86,7 +86,7 @@ SEEN: dict[tuple[str, str, tuple[str, ...]], tuple[Evidence, ...]] = {
     ("verl", "update_weights_from_ipc", ()): (
         _trainer(VERL, "verl"),
         _on_gpus(VERL),
-        *_package(VERL, "verl"),
+        *_package(VERL, "verl", "verl_fp8", "verl_fp8_packed"),
     ),
     ("ms-swift", "update_weights_from_ipc", ()): _package(SWIFT, "swift"),
     ("ms-swift", "update_named_param", ()): _package(SWIFT, "swift_nccl"),

@@ -17,6 +17,7 @@ import base64
 import os
 import pickle
 import sys
+import unittest.mock
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from tests.support.engines.fp8_blocks import use_torch
 from tests.support.engines.script import tell
 from tests.support.frameworks.repositories import (
     nemo_rl,
@@ -34,8 +36,12 @@ from tests.support.frameworks.repositories import (
     roll_buckets,
     skyrl_head,
 )
+from tests.support.models.quantised import BLOCK, KINDS, quantise
+from tests.support.trainers import bucket_sender
 
 Tensors = dict[str, torch.Tensor]
+
+BLOCKS = "fp8-block"
 
 
 def openrlhf(core: Any, folder: Path) -> Callable[[Tensors], Any]:
@@ -68,6 +74,18 @@ def verl(core: Any, folder: Path) -> Callable[[Tensors], Any]:
             return core.collective_rpc("update_weights_from_ipc", kwargs=told)
 
     return send
+
+
+def in_blocks(folder: Path) -> Path:
+    """A checkpoint, quantised in blocks of FP8 by verl's own function."""
+    from verl.utils.kernel.fp8_kernel import scaled_fp8_blockwise
+
+    def split(weight: torch.Tensor) -> Tensors:
+        numbers, scale = scaled_fp8_blockwise(weight, [BLOCK, BLOCK])
+        return {"weight": numbers, "weight_scale_inv": scale.squeeze(-1)}
+
+    with unittest.mock.patch.dict(KINDS, {BLOCKS: (split, KINDS[BLOCKS][1])}):
+        return quantise(folder, folder.with_name(f"{folder.name}-verl"), BLOCKS)
 
 
 def checkpoint_engine(core: Any, folder: Path) -> Callable[[Tensors], Any]:
@@ -234,6 +252,8 @@ def _halves(tensors: Tensors) -> tuple[Tensors, Tensors]:
 JOIN: dict[str, Callable[[Any, Path], Callable[[Tensors], Any]]] = {
     "openrlhf": openrlhf,
     "verl": verl,
+    "verl_fp8": verl,
+    "verl_fp8_packed": verl,
     "checkpoint_engine": checkpoint_engine,
     "swift": swift,
     "prime_rl_nccl": prime_rl_nccl,
@@ -252,6 +272,9 @@ JOIN: dict[str, Callable[[Any, Path], Callable[[Tensors], Any]]] = {
 """Framework → what joins its group, and returns what sends a version."""
 
 
+PACKS = {"verl_fp8": False, "verl_fp8_packed": True}
+"""Frameworks that send bf16 to an engine with blocks of FP8 → see `use_torch`."""
+
 OPTIONS_OF = {
     "skyrl": {"weight_transfer_config": {"backend": "local"}},
     "skyrl_head": {"weight_transfer_config": {"backend": "nccl"}},
@@ -266,14 +289,20 @@ def main(framework: str, old: Path, new: Path) -> None:
     from tests.support.frameworks.core import beside_steps, extended_core
 
     extension = f"benchmarks.frameworks.extensions.{framework}"
+    tensors = load_file(new / "model.safetensors")
+    if framework in PACKS:
+        os.environ["VERL_DISABLE_TRITON_FP8"] = "1"
+        use_torch(packs=PACKS[framework])
+        bucket_sender.SIZE = 1 << 20  # for larger tensors
+        old = quantise(old, old.with_name(f"{old.name}-{BLOCKS}"), BLOCKS)
     with extended_core(old, extension, **OPTIONS_OF.get(framework, {})) as core:
+        new = in_blocks(new) if framework in PACKS else new
         digest = publish(core, new, "new")["digest"]
         expected = says(core, "expected"), parameters(core)
         publish(core, old, "old")
         send = JOIN[framework](core, new)
         add(core, "runs", prompt(3), max_tokens=900)
         streams = Streams(core).step(8)
-        tensors = load_file(new / "model.safetensors")
         replies = beside_steps(streams, lambda: send(tensors))
         streams.run(1000)
         info = call(core, "info")

@@ -1,7 +1,7 @@
 """What TRL's own files do, in a process of their own.
 
 Usage: python -m tests.support.frameworks.trl sampled
-       python -m tests.support.frameworks.trl colocated ADOPT SLEEPS OLD NEW
+       python -m tests.support.frameworks.trl colocated SLEEPS OLD NEW
 
 The package is in build/frameworks (`make test-frameworks`), with accelerate, and
 without what else it depends on. `sampled` prints the prompts of one batch as TRL's
@@ -33,7 +33,7 @@ def sampled() -> None:
     tell({"prompts": [prompts[number] for number in sampler]})
 
 
-def colocated(adopt: str, sleeps: str, old: str, new: str) -> None:
+def colocated(sleeps: str, old: str, new: str) -> None:
     """TRL's `VLLMGeneration` sends its model to the engine that it has started."""
     from accelerate import Accelerator
     from transformers import AutoModelForCausalLM
@@ -45,7 +45,6 @@ def colocated(adopt: str, sleeps: str, old: str, new: str) -> None:
     generation = import_module("trl.generation.vllm_generation")
     generation.LLM = partial(
         generation.LLM,
-        additional_config={"inflight": {"adopt": adopt}},
         enforce_eager=True,
         num_gpu_blocks_override=OPTIONS["num_gpu_blocks_override"],
     )

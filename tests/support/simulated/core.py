@@ -20,6 +20,7 @@ class Loop(EngineCoreProc):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.input_queue = queue.Queue()
         self.output_queue = queue.Queue()
+        self.engine_index = 0
         self.engines_running = False
         self.shutdown_state = EngineShutdownState.RUNNING
         self.process_input_queue_block = False

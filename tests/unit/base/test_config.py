@@ -13,11 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm.inflight.api.server.flags import GROUP, add_flags
+from vllm.inflight.cli import doctor
+from vllm.inflight.cli.finding import State
 from vllm.inflight.config import (
     ADMIN_KEY_ENV,
     API_KEY_ENV,
+    CONFIG_ENV,
     InflightConfig,
     admin_key,
+    with_environment,
 )
 from vllm.inflight.errors import ConfigError
 from vllm.inflight.patch import apply_all
@@ -261,6 +265,41 @@ def test_a_variable_that_is_set_and_cannot_be_a_key_ends_the_start(
             with pytest.raises(ConfigError, match=f"^{variable} .* key"):
                 args.create_engine_config(usage_context=UsageContext[usage])
         monkeypatch.delenv(variable)
+
+
+def test_an_engine_has_the_fields_of_the_environment_unless_it_has_its_own(
+    monkeypatch,
+):
+    extra = {"other": 1, "inflight": {"verify": "off"}}
+    assert with_environment(extra) is extra
+    monkeypatch.setenv(CONFIG_ENV, '{"verify": "served", "pauses": "absorb"}')
+    merged = with_environment(extra)
+    assert merged == {"other": 1, "inflight": {"verify": "off", "pauses": "absorb"}}
+    assert with_environment(merged) == merged and extra["inflight"].keys() == {"verify"}
+    alone = {"inflight": {"verify": "served", "pauses": "absorb"}}
+    assert with_environment(None) == with_environment({}) == alone
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("absorb", "Expecting value"),
+        ('["absorb"]', "must be an object"),
+        ('{"pause": "absorb"}', "pause is not a field"),
+        ('{"pauses": "absorbed"}', "must be one of obey, absorb"),
+    ],
+)
+def test_a_configuration_of_the_environment_that_is_wrong_ends_the_start(
+    monkeypatch, tmp_path, text, why
+):
+    from vllm.engine.arg_utils import EngineArgs
+
+    apply_all()
+    monkeypatch.setenv(CONFIG_ENV, text)
+    with pytest.raises(ConfigError, match=f"^{CONFIG_ENV} must be a JSON.*{why}"):
+        EngineArgs(model=str(tmp_path)).create_engine_config()
+    finding = doctor._fields_of_environment()
+    assert finding.state is State.WRONG and why in finding.found
 
 
 def test_a_trainer_treats_an_empty_key_variable_as_no_key(monkeypatch):

@@ -12,7 +12,7 @@ from vllm.inflight.tensor_names import (
     Neighbours,
     checkpoint_names,
     describe_unknown,
-    lacks_layers,
+    is_torn,
     matcher,
     nearest,
     paired,
@@ -43,22 +43,29 @@ def test_a_fused_parameter_is_filled_by_its_shards_in_order():
 
 
 @pytest.mark.parametrize(
-    ("sent", "unsent", "lacks"),
+    ("sent", "unsent", "is_so"),
     [
         ("m.layers.1.q m.norm", "m.layers.0.q m.embed", True),
         ("m.layers.0.q m.layers.1.k", "m.layers.0.k", True),
+        ("m.layers.0.q m.norm", "m.embed", True),  # an engine has missed one call
         ("m.norm head", "m.layers.0.q m.embed", True),
-        ("m.layers.0.q m.norm", "visual.blocks.0.q visual.patch", False),
-        ("m.layers.0.q m.norm", "m.embed", False),
+        ("head", "m.layers.0.q m.embed m.norm", True),
         ("m.layers.0.experts.1.w", "m.layers.0.experts.0.w", True),
+        ("h.1.q wte", "h.0.q", True),
+        ("h.0.q", "wte", True),
+        ("m.layers.0.q v.blocks.1.q", "v.blocks.0.q v.patch", True),
+        ("l.m.layers.0.q", "v.blocks.0.q v.patch l.m.embed", True),
+        ("m.layers.0.q m.norm", "v.blocks.0.q v.patch v.merger.mlp.0.w", False),
+        ("m.l.layers.0.q", "m.v.blocks.0.q m.v.patch m.projector.w", False),
+        ("m.layers.0.q m.norm", "head", False),
         ("m.norm", "head", False),
         ("m.norm", "", False),
     ],
 )
-def test_a_version_lacks_layers_if_others_of_their_stack_or_none_at_all_were_sent(
-    sent: str, unsent: str, lacks: bool
+def test_a_version_is_torn_if_a_part_of_the_model_or_each_layer_lacks_tensors(
+    sent: str, unsent: str, is_so: bool
 ) -> None:
-    assert lacks_layers(sent.split(), unsent.split()) is lacks
+    assert is_torn(sent.split(), unsent.split()) is is_so
 
 
 def test_patterns_are_those_of_a_shell_over_whole_names():

@@ -166,7 +166,7 @@ def test_requests_that_need_a_dropped_encoder_output_are_named(
     manager: EncoderCacheManager,
 ) -> None:
     looks, scores, plain = asking("a"), asking("b"), asking("c")
-    looks.streaming_queue = []
+    looks.streaming_queue, looks.num_computed_tokens = [], 1
     scores.pooling_params = PoolingParams(
         late_interaction_params=build_late_interaction_doc_params("query")
     )

@@ -33,7 +33,7 @@ def test_the_release_is_the_one_that_ran() -> None:
 def test_what_is_promised_follows_from_the_known_calls() -> None:
     promised = {each.name: each.promised for each in FRAMEWORKS}
     assert promised["OpenRLHF"] == "transaction, adopted"
-    assert promised["verl"] == "transaction, adopted; not for quantised models"
+    assert promised["verl"] == "transaction, adopted"
     assert promised["prime-rl"].endswith("of workers with `apply_transfer_plan`")
     assert "in place: `nccl_reshard_refit`" in promised["NeMo-RL"]
     assert "adopted" not in promised["TRL"] + promised["slime"]

@@ -22,9 +22,11 @@ from vllm.inflight.cli.finding import NOT_ADOPTED, Finding, State
 from vllm.inflight.config import (
     ADMIN_KEY_ENV,
     ALLOW_RUST_ENV,
+    CONFIG_ENV,
     RUST_ENV,
     admin_key,
     check_keys_of_environment,
+    with_environment,
 )
 from vllm.inflight.errors import ConfigError, UpstreamChanged
 from vllm.inflight.frameworks.known_call import methods_of
@@ -107,6 +109,7 @@ def examine(
         _staging(),
         _shared_memory(),
         *_environment(),
+        _fields_of_environment(),
         _admin_key(),
     ]
     calls, found = _known_calls(extension)
@@ -378,6 +381,15 @@ def _environment() -> Iterator[Finding]:
             "Unset it: it opens upstream routes that ask for no key "
             "(/collective_rpc, /sleep), and our control routes do not need it.",
         )
+
+
+def _fields_of_environment() -> Finding:
+    try:
+        fields = (with_environment({}) or {}).get("inflight", {})
+    except ConfigError as error:
+        return Finding(CONFIG_ENV, error.message, State.WRONG, "Correct or unset it.")
+    named = ", ".join(f"{name}={value}" for name, value in fields.items())
+    return Finding(CONFIG_ENV, named or "not set: engines have what starts them gives")
 
 
 def _admin_key() -> Finding:

@@ -73,6 +73,9 @@ class PauseControl(Protocol):
     def note_retracted(self) -> None:
         """Note that requests which a pause held in place have given up their KV."""
 
+    def retract_or_abort(self, why: str) -> None:
+        """Retract all requests, and abort those alone that cannot be retracted."""
+
     def state(self) -> dict[str, Any]:
         """What `GET /is_paused` says."""
 

@@ -88,6 +88,10 @@ class KnownCall:
     first version of a framework decides which, and later versions have to agree."""
     takes_quantised: bool = True
     """Whether the method loads a quantised model as it loads any other one."""
+    load_steps: tuple[str, ...] = ()
+    """Functions by which the method prepares layers for a load and processes them
+    after it, as `module:function`. They have no effect in an adopted call, whose load
+    is ours."""
     is_alone: bool = False
     """Whether the method needs the groups of ranks that decode. It is then adopted on
     engines of one rank only."""

@@ -60,7 +60,13 @@ VERL = (
         parameters=("peft_config", "base_sync_done", "use_shm"),
         role=Role.VERSION,
         obstacle=_adapter,
-        takes_quantised=False,
+        load_steps=tuple(
+            f"verl.utils.vllm.vllm_quant_utils:{when}"
+            for when in (
+                "prepare_quanted_weights_for_loading",
+                "process_quanted_weights_after_loading",
+            )
+        ),
     ),
 )
 

@@ -18,6 +18,7 @@ from vllm.inflight.config import (
     RUST_ENV,
     InflightConfig,
     check_keys_of_environment,
+    with_environment,
 )
 from vllm.inflight.errors import ConfigError
 from vllm.inflight.patch.records.record import Original, Patch
@@ -45,7 +46,7 @@ def _checked(original: Original) -> Any:
     ) -> Any:
         usage = args[0] if args else kwargs.get("usage_context")
         check_keys_of_environment(serves=getattr(usage, "name", "") in SERVERS)
-        extra = self.additional_config
+        self.additional_config = extra = with_environment(self.additional_config)
         InflightConfig.parse(extra.get("inflight") if isinstance(extra, dict) else None)
         rust = os.environ.get(RUST_ENV, "0").lower() not in ("", "0", "false")
         if rust and not os.environ.get(ALLOW_RUST_ENV):

@@ -12,6 +12,13 @@ from vllm.inflight.patch.records.record import Patch
 from vllm.inflight.update import KV_CACHE, WEIGHTS
 from vllm.inflight.worker.worker_state import WorkerState
 
+ALWAYS_KEPT = ("runtime", "cudagraph")
+"""Tags of what nobody can fill again: upstream's own sleep keeps it at every level.
+
+These pools are there from 0.32 on. An extension that names what it keeps was often
+written before.
+"""
+
 
 def _sleep(original: Callable[..., Any]) -> Callable[..., Any]:
     def sleep(self: Any, level: int = 1, mode: str = "abort") -> Any:
@@ -96,8 +103,10 @@ def _noted_in_pools(original: Callable[..., Any]) -> Callable[..., Any]:
     def sleep(self: Any, offload_tags: tuple[str, ...] | str | None = None) -> None:
         from vllm.inflight.worker.integrity.pool_watch import note_pools_asleep
 
-        note_pools_asleep(self, None, offload_tags or ())
-        original(self, offload_tags)
+        kept = self.default_tag if offload_tags is None else offload_tags
+        kept = (kept,) if isinstance(kept, str) else tuple(kept)
+        note_pools_asleep(self, None, kept)
+        original(self, (*kept, *ALWAYS_KEPT))
 
     return sleep
 
@@ -265,8 +274,10 @@ PATCHES = [
     Patch(
         target=f"{_POOLS}.sleep",
         expects=("self", "offload_tags"),
-        why="a worker extension may give memory back without a call of the worker",
-        remove_when="upstream reports which weights of a worker have memory",
+        why="a worker extension may give memory back without a call of the worker, and "
+        "does not name pools that are newer than itself",
+        remove_when="upstream reports which weights of a worker have memory, and keeps "
+        "those pools in its allocator",
         around=_noted_in_pools,
         only_on="cuda",
         is_late=True,

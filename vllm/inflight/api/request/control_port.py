@@ -14,7 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from vllm.inflight import upstream
-from vllm.inflight.config import InflightConfig
+from vllm.inflight.config import InflightConfig, with_environment
 from vllm.inflight.errors import ConfigError
 
 logger = upstream.init_logger(__name__)
@@ -22,7 +22,7 @@ logger = upstream.init_logger(__name__)
 
 def config_of(args: Namespace) -> InflightConfig:
     """The configuration from the flags of a server, before there is an engine."""
-    extra = getattr(args, "additional_config", None) or {}
+    extra = with_environment(getattr(args, "additional_config", None)) or {}
     return InflightConfig.parse(extra.get("inflight"))
 
 

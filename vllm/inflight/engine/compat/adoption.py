@@ -126,6 +126,12 @@ class Adoption:
             )
         self._is_quantised = config.model_config.is_quantized
         self._extension = config.parallel_config.worker_extension_cls or None
+        if self._extension and not self.rows and self._adopt != "off":
+            logger.info(
+                "the worker extension %s has no known call; weights that it writes get "
+                "a version without a digest",
+                self._extension,
+            )
         self._open: OpenVersion | None = None
         self._failed: dict[str, Failure] = {}
         """Framework → its last version, if that has failed."""

@@ -31,6 +31,7 @@ from typing import Any
 from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine.context import EngineContext
+from vllm.inflight.engine.pause.abort import abort_stuck
 from vllm.inflight.engine.pause.absorption import Need
 from vllm.inflight.engine.pause.lease import Lease
 from vllm.inflight.engine.scheduling import encoder_cache, kv_connectors
@@ -440,15 +441,21 @@ class OutsideWrites:
                 name,
             )
         try:
-            mode = PauseMode(kv_connectors.default_mode(core.scheduler))
+            self._compute_again(name)
             kv_connectors.drop(core.scheduler, core.batch_queue)
-            controller.pauses.check_commit(mode)
-            encoder_cache.check_retractable(core.scheduler)
-            encoder_cache.see_again(core)
-            controller.pauses.treat(mode)
         except Exception as refusal:
             # It is too late to reject the write.
             logger.error("requests may use KV of the weights before: %s", refusal)
+
+    def _compute_again(self, name: str) -> None:
+        """Treat requests as a commit does, but abort those that would reject it."""
+        controller, scheduler = self._controller, self._core.scheduler
+        why = f"{name} has written into the live weights"
+        if kv_connectors.default_mode(scheduler) == PauseMode.RETRACT:
+            controller.pauses.retract_or_abort(why)
+        abort_stuck(controller, encoder_cache.unretractable(scheduler), why)
+        encoder_cache.see_again(self._core)
+        controller.pauses.treat(PauseMode.IN_PLACE)
 
     def _acknowledge(self, name: str) -> None:
         """Make the ranks forget the digests and samples of their live weights."""

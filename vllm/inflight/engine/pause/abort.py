@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 from vllm.inflight import upstream
 from vllm.inflight.engine.context import EngineContext
+from vllm.inflight.engine.scheduling import request_checks
+
+logger = upstream.init_logger(__name__)
 
 RANDOM = re.compile(r"-[0-9a-f]{8}$")
 """The random suffix that vLLM adds to a user's request id."""
@@ -58,21 +62,50 @@ def _names_of(request_id: str) -> set[str]:
     return {request_id} | names | {match[1] for match in found if match}
 
 
-def tell_aborted(controller: EngineContext, aborted: Iterable[Any]) -> None:
+def abort_stuck(
+    controller: EngineContext, stuck: request_checks.Groups, why: str
+) -> dict[str, Any]:
+    """Finish requests that cannot be computed again; returns `num_aborted`.
+
+    For what cannot be rejected any more: the KV of all requests has lost its meaning
+    already. The others can be retracted afterwards.
+
+    Args:
+        controller: of the engine.
+        stuck: the ids of the requests, by what keeps them from being retracted.
+        why: what has happened, as a clause.
+
+    """
+    if not stuck:
+        return {"num_aborted": 0}
+    named = request_checks.joined(stuck)
+    logger.warning("%s, and these cannot be computed again: %s", why, named)
+    ids = [name for names in stuck.values() for name in names]
+    aborted = controller.core.scheduler.finish_requests(
+        ids, upstream.RequestStatus.FINISHED_ABORTED
+    )
+    for kind, names in stuck.items():
+        tell_aborted(
+            controller,
+            [each for each in aborted if each.request_id in names],
+            f"{why}, and a request {kind} cannot be computed again",
+        )
+    return {"num_aborted": len(aborted)}
+
+
+def tell_aborted(
+    controller: EngineContext, aborted: Iterable[Any], why: str | None = None
+) -> None:
     """Send the last output of aborted requests to their clients.
 
     Args:
         controller: of the engine.
         aborted: the requests that the scheduler has finished.
+        why: the reason, which becomes their `stop_reason`.
 
     """
-    if controller.in_process:
-        reason = upstream.FinishReason.ABORT
-        controller.undelivered_outputs += [
-            _last(each.request_id, reason) for each in aborted
-        ]
-    else:
-        controller.core._send_abort_outputs(aborted)
+    _send_last(controller, aborted, upstream.FinishReason.ABORT, why)
+    if not controller.in_process:
         controller.wake()
 
 
@@ -87,20 +120,28 @@ def end_with_error(
         why: the error, which becomes its `stop_reason`.
 
     """
-    last = _last(request.request_id, upstream.FinishReason.ERROR, why)
-    if controller.in_process:
-        controller.undelivered_outputs.append(last)
-        return
-    core = controller.core
-    outputs = upstream.EngineCoreOutputs(
-        engine_index=core.engine_index,
-        outputs=[last],
-        finished_requests={request.request_id},
-    )
-    core.output_queue.put_nowait((request.client_index, outputs))
+    _send_last(controller, [request], upstream.FinishReason.ERROR, why)
 
 
-def _last(request_id: str, reason: object, why: str | None = None) -> Any:
-    return upstream.EngineCoreOutput(
-        request_id, [], finish_reason=reason, stop_reason=why
-    )
+def _send_last(
+    controller: EngineContext, requests: Iterable[Any], reason: Any, why: str | None
+) -> None:
+    """Send the last output of each request to the client that has sent it."""
+    by_client = defaultdict[int, list[Any]](list)
+    for each in requests:
+        by_client[each.client_index].append(
+            upstream.EngineCoreOutput(
+                each.request_id, [], finish_reason=reason, stop_reason=why
+            )
+        )
+    for client, outputs in by_client.items():
+        if controller.in_process:
+            controller.undelivered_outputs += outputs
+            continue
+        core = controller.core
+        last = upstream.EngineCoreOutputs(
+            engine_index=core.engine_index,
+            outputs=outputs,
+            finished_requests={each.request_id for each in outputs},
+        )
+        core.output_queue.put_nowait((client, last))

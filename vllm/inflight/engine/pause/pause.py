@@ -343,6 +343,19 @@ class Pauses:
         flush_cache |= self.absorption.is_flush
         return facts | self._flushed(media=False) if flush_cache else facts
 
+    def retract_or_abort(self, why: str) -> None:
+        """Retract all requests, and abort those alone that cannot be retracted.
+
+        Args:
+            why: why their KV is useless already, as a clause.
+
+        """
+        scheduler = self._core.scheduler
+        stuck = request_checks.unretractable(scheduler)
+        facts = abort.abort_stuck(self._controller, stuck, why)
+        facts["num_retracted"] = SchedulerState.of(scheduler).retract()
+        self._controller.counts.treated(facts)
+
     # --------------------------------------------------------- absorbed pauses
     def _absorb(
         self,

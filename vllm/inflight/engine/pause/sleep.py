@@ -518,7 +518,7 @@ class Sleep:
 
         A worker extension may put its own worker to sleep, or give back the memory of
         upstream's pools. It has the effect of upstream's sleep, but requests are kept.
-        Those whose KV is lost are retracted, or else aborted.
+        Those whose KV is lost are retracted; one that cannot be retracted is aborted.
 
         Args:
             name: of the call.
@@ -574,10 +574,7 @@ class Sleep:
         """Let no request read KV whose memory was given back."""
         pauses, scheduler = self._controller.pauses, self._core.scheduler
         try:
-            mode = PauseMode.RETRACT
-            if request_checks.unretractable(scheduler):
-                mode = PauseMode.ABORT
-            pauses.treat(mode)
+            pauses.retract_or_abort(f"{name} has given back the KV")
             pauses.note_retracted()
         except Exception as refusal:
             # It is too late to reject the call.

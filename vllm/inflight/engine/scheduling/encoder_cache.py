@@ -115,13 +115,18 @@ def readers(scheduler: upstream.Scheduler) -> set[str]:
     return {name for name, numbers in items.items() if numbers}
 
 
+def unretractable(scheduler: upstream.Scheduler) -> request_checks.Groups:
+    """The requests that read an encoder output and cannot be retracted."""
+    stuck = request_checks.unretractable(scheduler, readers(scheduler))
+    return stuck | request_checks.scoring(scheduler)
+
+
 def check_retractable(scheduler: upstream.Scheduler) -> None:
     """Raise `PauseConflict` if a request that reads an output cannot be retracted."""
-    stuck = request_checks.unretractable(scheduler, readers(scheduler))
-    if stuck := stuck or request_checks.scoring(scheduler):
+    if stuck := unretractable(scheduler):
         raise PauseConflict(
             f"the encoder outputs that are dropped with these weights are in use by "
-            f"{stuck}; try again when they are done"
+            f"{request_checks.joined(stuck)}; try again when they are done"
         )
 
 

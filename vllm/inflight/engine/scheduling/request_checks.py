@@ -11,6 +11,9 @@ from vllm.inflight.update import PauseMode
 
 NUM_NAMED = 4
 
+Groups = dict[str, list[str]]
+"""Ids of requests, by what they have in common; no list is empty."""
+
 
 def check_mode(
     scheduler: upstream.Scheduler, mode: PauseMode, *, in_process: bool
@@ -23,8 +26,8 @@ def check_mode(
     """
     if mode is PauseMode.RETRACT and (stuck := unretractable(scheduler)):
         raise PauseConflict(
-            f"mode 'retract' cannot free the KV of {stuck}; use 'wait', 'abort' or "
-            "'in_place'"
+            f"mode 'retract' cannot free the KV of {joined(stuck)}; use 'wait', "
+            "'abort' or 'in_place'"
         )
     if mode is PauseMode.WAIT and in_process and SchedulerState.of(scheduler).is_busy():
         raise PauseConflict(
@@ -55,31 +58,34 @@ def check_flush(
 
 def unretractable(
     scheduler: upstream.Scheduler, among: Iterable[str] | None = None
-) -> str:
-    """A text that names the requests that cannot be retracted; empty without one.
+) -> Groups:
+    """The requests that cannot be retracted; empty without one.
 
     KV that another engine sends needs its blocks. A streaming session needs its KV,
-    because it no longer has the tokens.
+    because it no longer has the tokens. A session without KV needs nothing.
 
     Args:
+        scheduler: of the engine core.
         among: the ids of the requests to check; None for all.
 
     """
+    statuses = upstream.RequestStatus
     remote, sessions = [], []
     for name in scheduler.requests if among is None else among:
         request = scheduler.requests[name]
-        if request.status == upstream.RequestStatus.WAITING_FOR_REMOTE_KVS:
+        if request.status == statuses.WAITING_FOR_REMOTE_KVS:
             remote.append(request.request_id)
-        elif request.streaming_queue is not None:
+        elif request.streaming_queue is not None and (
+            request.num_computed_tokens or request.status == statuses.RUNNING
+        ):
             sessions.append(request.request_id)
-    return _joined(
-        ("waiting for remote KV", remote),
-        ("in a streaming session", sessions),
+    return _filled(
+        {"waiting for remote KV": remote, "in a streaming session": sessions}
     )
 
 
-def scoring(scheduler: upstream.Scheduler) -> str:
-    """A text that names the requests that score by late interaction.
+def scoring(scheduler: upstream.Scheduler) -> Groups:
+    """The requests that score by late interaction.
 
     Workers keep an encoder output of theirs for other requests.
     """
@@ -88,7 +94,7 @@ def scoring(scheduler: upstream.Scheduler) -> str:
         for name, request in scheduler.requests.items()
         if getattr(request.pooling_params, "late_interaction_params", None) is not None
     ]
-    return _joined(("scoring by late interaction", found))
+    return _filled({"scoring by late interaction": found})
 
 
 def holders(scheduler: upstream.Scheduler, *, is_later: bool = False) -> str:
@@ -107,15 +113,24 @@ def holders(scheduler: upstream.Scheduler, *, is_later: bool = False) -> str:
         requests = scheduler.requests.values()
         finished = [request.request_id for request in requests if request.is_finished()]
         in_flight = ["steps"] if scheduler.deferred_frees else []
-    return _joined(
-        ("waiting for remote KV or in a streaming session", waiting),
-        ("finished, with a connector still reading", finished),
-        ("in flight", in_flight),
+    return joined(
+        _filled(
+            {
+                "waiting for remote KV or in a streaming session": waiting,
+                "finished, with a connector still reading": finished,
+                "in flight": in_flight,
+            }
+        )
     )
 
 
-def _joined(*groups: tuple[str, list[str]]) -> str:
-    return "; ".join(f"{_names(ids)} ({what})" for what, ids in groups if ids)
+def joined(groups: Groups) -> str:
+    """A text that names the requests of all groups; empty without one."""
+    return "; ".join(f"{_names(ids)} ({what})" for what, ids in groups.items())
+
+
+def _filled(groups: Groups) -> Groups:
+    return {what: ids for what, ids in groups.items() if ids}
 
 
 def _names(ids: Iterable[str]) -> str:

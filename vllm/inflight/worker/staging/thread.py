@@ -33,7 +33,7 @@ from vllm.inflight.errors import (
 from vllm.inflight.messages import Status
 from vllm.inflight.packed import is_packed, unpack
 from vllm.inflight.releases.fields import UPDATE_INFO, settled
-from vllm.inflight.tensor_names import lacks_layers
+from vllm.inflight.tensor_names import is_torn
 from vllm.inflight.transport.base import StagedEngine
 from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.transport.collective.nccl import still_writes
@@ -427,13 +427,13 @@ class StagingThread(Background):
         is_first = framework not in self._stager.sent_by
         doubted = self._stager.doubted.pop(framework, None)
         unsent = set(self._intake.due()) - begun
-        if is_first and begun != doubted and lacks_layers(begun, unsent):
+        if is_first and begun != doubted and is_torn(begun, unsent):
             # A trainer may have begun before this engine did.
             self._stager.doubted[framework] = begun
             logger.error(
-                "the first version of %s lacks layers, as one does whose beginning an "
-                "engine has missed; it is rejected. If they are left out on purpose, "
-                "send the same version again",
+                "the first version of %s lacks tensors of a part of the model whose "
+                "others it has, as one does whose beginning an engine has missed; it "
+                "is rejected. If they are left out on purpose, send the same again",
                 framework,
             )
             return

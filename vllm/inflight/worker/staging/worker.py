@@ -132,7 +132,7 @@ class StagingWorker:
         """The same before the last flip."""
         self.doubted: dict[str, frozenset[str]] = {}
         """Framework → the parameters of a first version that was rejected because it
-        lacks layers; the same once more is accepted."""
+        lacks some of a part of the model; the same once more is accepted."""
         self._sent: Sent | None = None
         """The same of the version that is staged next."""
         self._catalogue: dict[str, Any] | None = None

@@ -19,7 +19,8 @@ import functools
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -52,6 +53,16 @@ def _make_calm() -> None:
         (torch.cuda, "empty_cache", None),
     ):
         setattr(module, name, _unless_calling(getattr(module, name), nothing))
+
+
+@functools.cache
+def _make_void(step: str) -> None:
+    """Let a function that prepares or processes layers do nothing in such a thread."""
+    name, _, function = step.partition(":")
+    with suppress(ImportError):  # another release of the framework
+        module = import_module(name)
+        if (original := getattr(module, function, None)) is not None:
+            setattr(module, function, _unless_calling(original, None))
 
 
 def _unless_calling(original: Callable[..., Any], nothing: object) -> Any:
@@ -141,6 +152,9 @@ class ExtensionCalls(StagedEngine):
         """
         _make_calm()
         follow_threads()
+        rows = matched(methods_of(type(self.worker), known_calls()))
+        for step in {step for row in rows for step in row.load_steps}:
+            _make_void(step)
         if self._stand_in is None:
             self._stand_in = stand_in(self.worker, self.model)
         if command.method is None:
