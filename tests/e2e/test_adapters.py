@@ -34,7 +34,7 @@ TEXT = {"prompt_token_ids": [(7 * i) % 250 for i in range(100)]}
 
 def adapted(llm: Any, adapter: LoRARequest) -> list[list[int]]:
     """`greedy`, with an adapter."""
-    outputs = llm.generate(prompts(8), GREEDY, use_tqdm=False, lora_request=adapter)
+    outputs = llm.generate(prompts(16), GREEDY, use_tqdm=False, lora_request=adapter)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 

@@ -113,3 +113,12 @@ class Streams:
 def prompt(seed: int, length: int = 40) -> list[int]:
     """Token ids that differ from seed to seed."""
     return [(11 * seed + 5 * i) % 250 for i in range(length)]
+
+
+def answers(core: EngineCore, name: str) -> list[int]:
+    """What the core makes of four prompts: 40 tokens in ten steps."""
+    names = [f"{name} {seed}" for seed in range(4)]
+    for seed, each in enumerate(names):
+        add(core, each, prompt(seed), max_tokens=10)
+    tokens = Streams(core).run().tokens
+    return [token for each in names for token in tokens[each]]

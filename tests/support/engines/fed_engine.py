@@ -147,7 +147,7 @@ class Async(Engine):
         return [self._live.send(text, params) for text in texts]
 
     def tokens(self) -> list[list[int]]:
-        streams = self._begin(8, sampling(GREEDY.max_tokens))
+        streams = self._begin(16, sampling(GREEDY.max_tokens))
         self._live.wait(streams)
         return [stream.choices[0].tokens for stream in streams]
 

@@ -260,15 +260,21 @@ OPTIONS_OF = {
 
 
 def main(framework: str, old: Path, new: Path) -> None:
-    from tests.e2e.test_sleep import says
     from tests.e2e.test_upstream_reloads import parameters
-    from tests.support.engines.bare_core import Streams, add, call, prompt, publish
+    from tests.support.engines.bare_core import (
+        Streams,
+        add,
+        answers,
+        call,
+        prompt,
+        publish,
+    )
     from tests.support.frameworks.core import beside_steps, extended_core
 
     extension = f"benchmarks.frameworks.extensions.{framework}"
     with extended_core(old, extension, **OPTIONS_OF.get(framework, {})) as core:
         digest = publish(core, new, "new")["digest"]
-        expected = says(core, "expected"), parameters(core)
+        expected = answers(core, "expected"), parameters(core)
         publish(core, old, "old")
         send = JOIN[framework](core, new)
         add(core, "runs", prompt(3), max_tokens=900)
@@ -283,7 +289,7 @@ def main(framework: str, old: Path, new: Path) -> None:
                 "label": info["weight_version"],
                 "epoch": info["epoch"],
                 "is digest of files": info["digest"] == digest,
-                "is fresh": (says(core, "after"), parameters(core)) == expected,
+                "is fresh": (answers(core, "after"), parameters(core)) == expected,
                 "labels": streams.stamps["runs"],
             }
         )
