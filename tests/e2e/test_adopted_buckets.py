@@ -13,7 +13,15 @@ from vllm.v1.engine.core import EngineCore
 
 from tests.e2e.test_adoption import labels_across, served, tensors_of
 from tests.e2e.test_upstream_reloads import parameters
-from tests.support.engines.bare_core import Streams, add, answers, call, prompt, publish
+from tests.support.engines.bare_core import (
+    Streams,
+    add,
+    answers,
+    call,
+    ended_soon,
+    prompt,
+    publish,
+)
 from tests.support.frameworks import buckets
 from tests.support.frameworks.core import beside_steps, extended_core
 from tests.support.trainers.bucket_sender import (
@@ -82,10 +90,10 @@ def test_buckets_become_one_version_beside_decoding(
     streams = Streams(core).step(8)
     replies = beside_steps(streams, lambda: send(tensors_of(folders["new"])))
     assert replies == [None]
-    streams.run(1000)
+    num = ended_soon(streams, "runs")
     label, _, committed = served(core)
     assert (label, committed) == (f"update-{call(core, 'info')['epoch']}", digest)
-    labels_across(streams, "old", label)
+    labels_across(streams, "old", label, num)
     assert answers(core, "after") == expected[0] and parameters(core) == expected[1]
 
 

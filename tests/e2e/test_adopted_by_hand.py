@@ -17,7 +17,15 @@ from vllm.v1.engine.core import EngineCore
 
 from tests.e2e.test_adoption import labels_across, served, tensors_of
 from tests.e2e.test_upstream_reloads import parameters
-from tests.support.engines.bare_core import Streams, add, answers, call, prompt, publish
+from tests.support.engines.bare_core import (
+    Streams,
+    add,
+    answers,
+    call,
+    ended_soon,
+    prompt,
+    publish,
+)
 from tests.support.frameworks.by_hand import SENT, Tensors
 from tests.support.frameworks.core import beside_steps, extended_core
 from vllm.inflight.errors import InflightError, WeightsMismatch
@@ -140,13 +148,13 @@ def test_the_calls_become_one_version_beside_decoding(
     streams = Streams(core).step(8)
     replies = beside_steps(streams, lambda: send(core, new, tensors_of(new)))
     assert replies == [result]
-    streams.run(1000)
+    num = ended_soon(streams, "runs")
     label, epoch, committed = served(core)
     assert committed == digest
     record_property("digest", "equal")
     named_so = {None: f"update-{epoch}", "of folder": new.name}
     assert label == named_so.get(expected_label, expected_label)
-    labels_across(streams, "old", label)
+    labels_across(streams, "old", label, num)
     assert answers(core, "after") == expected[0] and parameters(core) == expected[1]
     assert call(core, "rollback")["weight_version"] == "old"
 

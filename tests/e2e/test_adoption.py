@@ -20,6 +20,7 @@ from tests.support.engines.bare_core import (
     add,
     answers,
     call,
+    ended_soon,
     prompt,
     publish,
     stage,
@@ -84,7 +85,7 @@ def served(core: EngineCore) -> tuple[str, int, str | None]:
     return info["weight_version"], info["epoch"], info["digest"]
 
 
-def labels_across(streams: Streams, old: str, new: str, num: int = 900) -> None:
+def labels_across(streams: Streams, old: str, new: str, num: int) -> None:
     """The stream of `runs` has both versions, and went on before the commit."""
     labels = streams.stamps["runs"]
     num_old = labels.count(old)
@@ -104,12 +105,12 @@ def test_a_call_per_tensor_becomes_one_version_beside_decoding(
     add(core, "runs", prompt(3), max_tokens=900)
     streams = Streams(core).step(8)
     beside_steps(streams, lambda: actor.send(tensors_of(folders["new"])))
-    streams.run(1000)
+    num = ended_soon(streams, "runs")
     info = call(core, "info")
     label = f"update-{info['epoch']}"
     assert (info["weight_version"], info["digest"]) == (label, digest)
     assert info["previous"]["weight_version"] == "old"
-    labels_across(streams, "old", label)
+    labels_across(streams, "old", label, num)
     # The same prompt: what it finds in the prefix cache is of the weights before.
     assert answers(core, "after") == expected[0] and parameters(core) == expected[1]
     call(core, "rollback")

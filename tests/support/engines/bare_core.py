@@ -115,6 +115,18 @@ def prompt(seed: int, length: int = 40) -> list[int]:
     return [(11 * seed + 5 * i) % 250 for i in range(length)]
 
 
+def ended_soon(streams: Streams, name: str) -> int:
+    """Let a request have 20 tokens more, and no others; returns how many it has had.
+
+    For one that was to outlast something of unknown length. It ends in the ordinary
+    way, so each of its tokens has to come out.
+    """
+    request = streams.core.scheduler.requests[name]
+    request.max_tokens = min(request.max_tokens, num_sampled(streams.core, name) + 20)
+    streams.run()
+    return int(request.max_tokens)
+
+
 def answers(core: EngineCore, name: str) -> list[int]:
     """What the core makes of four prompts: 40 tokens in ten steps."""
     names = [f"{name} {seed}" for seed in range(4)]

@@ -266,6 +266,7 @@ def main(framework: str, old: Path, new: Path) -> None:
         add,
         answers,
         call,
+        ended_soon,
         prompt,
         publish,
     )
@@ -281,7 +282,7 @@ def main(framework: str, old: Path, new: Path) -> None:
         streams = Streams(core).step(8)
         tensors = load_file(new / "model.safetensors")
         replies = beside_steps(streams, lambda: send(tensors))
-        streams.run(1000)
+        ended_soon(streams, "runs")
         info = call(core, "info")
         tell(
             {
