@@ -72,7 +72,8 @@ def succeeds(call: str) -> None:
     with TemporaryDirectory(prefix="interpreter-") as folder:
         told = Path(folder) / "told"
         code = interpreter().run(call, told)
-        assert code == 0, told.read_text(errors="replace")[-3000:]
+        last = told.read_text(errors="replace")[-3000:]
+        assert code == 0, f"it ended with {code}\n{last}"
 
 
 def serve() -> None:
