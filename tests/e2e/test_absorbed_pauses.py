@@ -16,6 +16,7 @@ from tests.support.engines.bare_core import (
     Streams,
     add,
     call,
+    ended_soon,
     num_sampled,
     prompt,
     publish,
@@ -95,8 +96,8 @@ def test_a_frameworks_pause_around_its_adopted_update_stops_no_token(
     first, last = beside_steps(streams, sync)
     assert last > first, "tokens came while the engine was told to pause"
     assert enforced(core) == before
-    streams.run(2000)
-    labels_across(streams, "old", served(core)[0], NUM_TOKENS)
+    num = ended_soon(streams, "runs")
+    labels_across(streams, "old", served(core)[0], num)
 
 
 def test_a_worker_call_that_is_not_adopted_stops_every_step_meanwhile(
@@ -116,8 +117,8 @@ def test_a_worker_call_that_is_not_adopted_stops_every_step_meanwhile(
 
     beside_steps(streams, write)
     assert seen[0] == seen[1] and seen[0][1] is True
-    labels = streams.run(2000).stamps["runs"]
-    assert len(labels) == NUM_TOKENS, "a token of the step in flight was lost"
+    num, labels = ended_soon(streams, "runs"), streams.stamps["runs"]
+    assert len(labels) == num, "a token of the step in flight was lost"
     assert labels[: seen[0][0]] == ["old"] * seen[0][0]
     assert set(labels[seen[0][0] :]) == {served(core)[0]}
 
@@ -151,8 +152,8 @@ def test_code_beside_the_engine_loads_while_no_step_runs(
     counts = beside_steps(streams, load)
     assert len(set(counts)) == 1, "a step ran between two tensors"
     assert enforced(core)[Need.LOAD] == before + 1
-    labels = streams.run(2000).stamps["runs"]
-    assert len(labels) == NUM_TOKENS, "a token of the step in flight was lost"
+    num, labels = ended_soon(streams, "runs"), streams.stamps["runs"]
+    assert len(labels) == num, "a token of the step in flight was lost"
     assert set(labels[: counts[0]]) == {"old"}
     assert set(labels[counts[0] :]) == {served(core)[0]} != {"old"}
 

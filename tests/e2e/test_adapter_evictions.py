@@ -12,6 +12,7 @@ from vllm.lora.request import LoRARequest
 from tests.e2e.test_adapter_loads import of_a_larger_model
 from tests.e2e.test_adapters import ADAPTERS, TEXT, adapted
 from tests.support.engines.adapters import make_adapter
+from tests.support.engines.probe import NUM_PROMPTS
 from vllm.inflight.errors import EngineFault
 from vllm.inflight.worker.lora import KeptAdapters
 
@@ -232,7 +233,7 @@ def test_a_request_fails_alone_if_its_evicted_adapter_has_no_files(
     ask(llm, "late", first)
     late = finish(llm)["late"]
     assert (late.finish_reason, late.token_ids) == ("error", [])
-    assert len(adapted(llm, others[-1])) == 8
+    assert len(adapted(llm, others[-1])) == NUM_PROMPTS
 
 
 def test_memory_keeps_needed_adapters_and_one_that_is_not_needed(

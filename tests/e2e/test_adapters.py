@@ -17,7 +17,7 @@ from tests.e2e.test_pause_features import GREEDY as LONG
 from tests.e2e.test_pause_features import lived
 from tests.support.engines.adapters import RANK, make_adapter
 from tests.support.engines.bare_core import call
-from tests.support.engines.probe import GREEDY, greedy, prompts
+from tests.support.engines.probe import GREEDY, NUM_PROMPTS, greedy, prompts
 
 pytestmark = pytest.mark.engine
 
@@ -34,7 +34,9 @@ TEXT = {"prompt_token_ids": [(7 * i) % 250 for i in range(100)]}
 
 def adapted(llm: Any, adapter: LoRARequest) -> list[list[int]]:
     """`greedy`, with an adapter."""
-    outputs = llm.generate(prompts(8), GREEDY, use_tqdm=False, lora_request=adapter)
+    outputs = llm.generate(
+        prompts(NUM_PROMPTS), GREEDY, use_tqdm=False, lora_request=adapter
+    )
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 

@@ -12,9 +12,16 @@ import torch
 from vllm.v1.engine.core import EngineCore
 
 from tests.e2e.test_adoption import labels_across, served, tensors_of
-from tests.e2e.test_sleep import says
 from tests.e2e.test_upstream_reloads import parameters
-from tests.support.engines.bare_core import Streams, add, call, prompt, publish
+from tests.support.engines.bare_core import (
+    Streams,
+    add,
+    answers,
+    call,
+    ended_soon,
+    prompt,
+    publish,
+)
 from tests.support.frameworks import buckets
 from tests.support.frameworks.core import beside_steps, extended_core
 from tests.support.trainers.bucket_sender import (
@@ -76,30 +83,30 @@ def test_buckets_become_one_version_beside_decoding(
     core: EngineCore, send: Send, folders: dict[str, Path]
 ) -> None:
     digest = publish(core, folders["new"], "new")["digest"]
-    expected = says(core, "expected"), parameters(core)
+    expected = answers(core, "expected"), parameters(core)
     publish(core, folders["old"], "old")
-    assert says(core, "before") != expected[0]
+    assert answers(core, "before") != expected[0]
     add(core, "runs", prompt(3), max_tokens=900)
     streams = Streams(core).step(8)
     replies = beside_steps(streams, lambda: send(tensors_of(folders["new"])))
     assert replies == [None]
-    streams.run(1000)
+    num = ended_soon(streams, "runs")
     label, _, committed = served(core)
     assert (label, committed) == (f"update-{call(core, 'info')['epoch']}", digest)
-    labels_across(streams, "old", label)
-    assert says(core, "after") == expected[0] and parameters(core) == expected[1]
+    labels_across(streams, "old", label, num)
+    assert answers(core, "after") == expected[0] and parameters(core) == expected[1]
 
 
 def test_a_version_that_lacks_tensors_is_rejected_by_name(
     core: EngineCore, send: Send, folders: dict[str, Path]
 ) -> None:
-    before, said = served(core), says(core, "before")
+    before, said = served(core), answers(core, "before")
     tensors = tensors_of(folders["new"])
     del tensors["model.norm.weight"]
     with pytest.raises(WeightsMismatch) as raised:
         send(tensors)
     assert raised.value.tensors == ["model.norm.weight"]
-    assert served(core) == before and says(core, "after") == said
+    assert served(core) == before and answers(core, "after") == said
 
 
 def test_a_tensor_that_the_model_does_not_take_is_named(

@@ -16,9 +16,16 @@ import torch
 from vllm.v1.engine.core import EngineCore
 
 from tests.e2e.test_adoption import labels_across, served, tensors_of
-from tests.e2e.test_sleep import says
 from tests.e2e.test_upstream_reloads import parameters
-from tests.support.engines.bare_core import Streams, add, call, prompt, publish
+from tests.support.engines.bare_core import (
+    Streams,
+    add,
+    answers,
+    call,
+    ended_soon,
+    prompt,
+    publish,
+)
 from tests.support.frameworks.by_hand import SENT, Tensors
 from tests.support.frameworks.core import beside_steps, extended_core
 from vllm.inflight.errors import InflightError, WeightsMismatch
@@ -135,20 +142,20 @@ def test_the_calls_become_one_version_beside_decoding(
     send, result, expected_label = CASES[named]
     new = folders["new"]
     digest = publish(core, new, "new")["digest"]
-    expected = says(core, "expected"), parameters(core)
+    expected = answers(core, "expected"), parameters(core)
     publish(core, folders["old"], "old")
     add(core, "runs", prompt(3), max_tokens=900)
     streams = Streams(core).step(8)
     replies = beside_steps(streams, lambda: send(core, new, tensors_of(new)))
     assert replies == [result]
-    streams.run(1000)
+    num = ended_soon(streams, "runs")
     label, epoch, committed = served(core)
     assert committed == digest
     record_property("digest", "equal")
     named_so = {None: f"update-{epoch}", "of folder": new.name}
     assert label == named_so.get(expected_label, expected_label)
-    labels_across(streams, "old", label)
-    assert says(core, "after") == expected[0] and parameters(core) == expected[1]
+    labels_across(streams, "old", label, num)
+    assert answers(core, "after") == expected[0] and parameters(core) == expected[1]
     assert call(core, "rollback")["weight_version"] == "old"
 
 
@@ -158,7 +165,7 @@ def test_a_version_that_lacks_a_tensor_changes_nothing(
     from safetensors.torch import save_file
 
     send = CASES[named][0]
-    before, said = served(core), says(core, "before")
+    before, said = served(core), answers(core, "before")
     tensors = tensors_of(folders["new"])
     del tensors["model.norm.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
@@ -171,7 +178,7 @@ def test_a_version_that_lacks_a_tensor_changes_nothing(
         with pytest.raises(WeightsMismatch) as raised:
             send(core, tmp_path, tensors)
         assert raised.value.tensors == ["model.norm.weight"]
-    assert served(core) == before and says(core, "after") == said
+    assert served(core) == before and answers(core, "after") == said
 
 
 def test_a_failure_changes_nothing_and_is_told_as_the_framework_tells_it(
@@ -180,13 +187,13 @@ def test_a_failure_changes_nothing_and_is_told_as_the_framework_tells_it(
     from safetensors.torch import save_file
 
     send = CASES[named][0]
-    before, said = served(core), says(core, "before")
+    before, said = served(core), answers(core, "before")
     tensors = tensors_of(folders["new"])
     tensors["model.norm.weight"] = torch.zeros(3)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(InflightError, match=r"model\.norm\.weight"):
         send(core, tmp_path, tensors)
-    assert served(core) == before and says(core, "after") == said
+    assert served(core) == before and answers(core, "after") == said
     assert call(core, "status")["active"] is None
     # A framework's method may have named its files there.
     assert core.vllm_config.model_config.model != str(tmp_path)
@@ -197,7 +204,7 @@ def test_a_failure_that_is_a_result_is_returned_and_changes_nothing(
     core: EngineCore, named: str, folders: dict[str, Path]
 ) -> None:
     send = CASES[named][0]
-    before, said = served(core), says(core, "before")
+    before, said = served(core), answers(core, "before")
     tensors: Any = tensors_of(folders["new"])
     tensors["model.norm.weight"] = None  # nothing that a loader could take
     if named == "AReaL":
@@ -210,7 +217,7 @@ def test_a_failure_that_is_a_result_is_returned_and_changes_nothing(
         assert send(core, folders["new"], tensors) == [False]
     last = call(core, "status")["outcomes"][0]
     assert (last["phase"], last["error"]["code"]) == ("aborted", "engine_fault")
-    assert served(core) == before and says(core, "after") == said
+    assert served(core) == before and answers(core, "after") == said
 
 
 @pytest.mark.parametrize("named", ["NemoRL"], indirect=True)
@@ -299,10 +306,10 @@ def test_writes_into_some_of_the_parameters_are_rejected_by_name(
     core: EngineCore, name: str, sizes: tuple[int, ...], why: str
 ) -> None:
     """prime-rl sends kernel format if it quantises in the transfer."""
-    before, said = served(core), says(core, "before")
+    before, said = served(core), answers(core, "before")
     core.collective_rpc("init_broadcaster", args=(True,))
     SENT.append((name, torch.ones(sizes, dtype=torch.bfloat16)))
     with pytest.raises(InflightError, match=why):
         core.collective_rpc("update_weights_from_path", args=("nowhere",))
     core.collective_rpc("init_broadcaster", args=(False,))
-    assert served(core) == before and says(core, "after") == said
+    assert served(core) == before and answers(core, "after") == said

@@ -14,9 +14,8 @@ from vllm.v1.engine.core import EngineCore
 
 from tests.e2e.test_adoption import served, tensors_of
 from tests.e2e.test_out_of_band_writes import model_of
-from tests.e2e.test_sleep import says
 from tests.e2e.test_upstream_reloads import parameters
-from tests.support.engines.bare_core import Streams, add, call, prompt, publish
+from tests.support.engines.bare_core import Streams, add, answers, call, prompt, publish
 from tests.support.frameworks.core import extended_core
 from vllm.inflight.errors import UpdateBusy, WeightsMismatch
 
@@ -65,14 +64,14 @@ def test_loads_of_all_tensors_become_a_version_at_a_reset_or_at_the_next_step(
     record_property: Callable[[str, object], None],
 ) -> None:
     digest = publish(core, folders["new"], "new")["digest"]
-    expected = says(core, "expected"), parameters(core)
+    expected = answers(core, "expected"), parameters(core)
     publish(core, folders["old"], "old")
     load(core, tensors_of(folders["new"]))
     assert served(core)[0] == "old"
     if is_reset:
         core.reset_prefix_cache()
         assert served(core)[2] == digest
-    assert says(core, "after") == expected[0] and parameters(core) == expected[1]
+    assert answers(core, "after") == expected[0] and parameters(core) == expected[1]
     label, epoch, committed = served(core)
     assert (label, committed) == (f"update-{epoch}", digest)
     record_property("digest", "equal")
@@ -95,7 +94,7 @@ def test_a_request_goes_on_with_the_new_version_after_a_reset(
 def test_loads_that_lack_a_tensor_change_nothing(
     core: EngineCore, folders: dict[str, Path], is_reset: bool
 ) -> None:
-    before, said = served(core), says(core, "before")
+    before, said = served(core), answers(core, "before")
     tensors = tensors_of(folders["new"])
     del tensors["model.norm.weight"]
     one_by_one(core, tensors)
@@ -103,17 +102,17 @@ def test_loads_that_lack_a_tensor_change_nothing(
         with pytest.raises(WeightsMismatch) as raised:
             core.reset_prefix_cache()
         assert raised.value.tensors == ["model.norm.weight"]
-    assert says(core, "after") == said and served(core) == before
+    assert answers(core, "after") == said and served(core) == before
     assert call(core, "status")["active"] is None
 
 
 def test_a_tensor_that_does_not_fit_is_rejected_where_it_is_loaded(
     core: EngineCore, folders: dict[str, Path]
 ) -> None:
-    before, said = served(core), says(core, "before")
+    before, said = served(core), answers(core, "before")
     with pytest.raises(WeightsMismatch, match=r"model\.norm\.weight"):
         model_of(core).load_weights([("model.norm.weight", torch.zeros(3))])
-    assert says(core, "after") == said and served(core) == before
+    assert answers(core, "after") == said and served(core) == before
 
 
 def test_loads_during_an_update_of_another_client_are_rejected(

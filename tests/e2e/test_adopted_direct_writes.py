@@ -16,9 +16,8 @@ from safetensors.torch import save_file
 from vllm.v1.engine.core import EngineCore
 
 from tests.e2e.test_adoption import served, tensors_of
-from tests.e2e.test_sleep import says
 from tests.e2e.test_upstream_reloads import parameters
-from tests.support.engines.bare_core import call, publish
+from tests.support.engines.bare_core import answers, call, publish
 from tests.support.engines.mirrored import mirrored
 from tests.support.engines.script import run_script
 from tests.support.engines.unpacked import unpacked
@@ -77,7 +76,7 @@ def expected(core: EngineCore, folders: dict[str, Path]) -> Iterator[Any]:
     device = kernel[NORM].device
     TENSORS["checkpoint"] = {n: t.to(device) for n, t in checkpoint.items()}
     TENSORS["kernel"] = kernel
-    wanted = parameters(core), says(core, "expected")
+    wanted = parameters(core), answers(core, "expected")
     # Twice: the shadow weights are older than those served.
     publish(core, folders["old"], "older")
     publish(core, folders["old"], "old")
@@ -94,19 +93,19 @@ def test_a_method_that_writes_every_parameter_itself_brings_a_version(
     core: EngineCore, folders: dict[str, Path], expected: Any, way: str
 ) -> None:
     of_files = publish(core, folders["old"], "old")["digest"]
-    before, said = served(core), says(core, "before")
+    before, said = served(core), answers(core, "before")
     assert write(core, way) == [way]
     label, epoch, digest = served(core)
     assert (label, epoch) == (way, before[1] + 1)
     assert digest is not None and digest != of_files
-    assert (parameters(core), says(core, "after")) == expected
+    assert (parameters(core), answers(core, "after")) == expected
     assert call(core, "info")["previous"]["weight_version"] == "old"
     assert call(core, "rollback")["weight_version"] == "old"
-    assert says(core, "rolled back") == said
+    assert answers(core, "rolled back") == said
     assert write(core, way) == [way]
     assert served(core)[2] == digest, "the same weights have the same digest"
     publish(core, folders["old"], "old")
-    assert says(core, "after files") == said
+    assert answers(core, "after files") == said
 
 
 @pytest.mark.parametrize("catches", [False, True], ids=["raises", "catches"])
@@ -114,15 +113,15 @@ def test_a_method_that_writes_every_parameter_itself_brings_a_version(
 def test_what_is_not_each_element_once_is_rejected_by_name_and_changes_nothing(
     core: EngineCore, expected: Any, way: str, catches: bool
 ) -> None:
-    before, said, held = served(core), says(core, "before"), parameters(core)
+    before, said, held = served(core), answers(core, "before"), parameters(core)
     with pytest.raises(InflightError) as raised:
         write(core, way, catches)
     assert HOSTILE[way][1] in str(raised.value)
-    assert served(core) == before and says(core, "after") == said
+    assert served(core) == before and answers(core, "after") == said
     assert parameters(core) == held
     assert call(core, "status")["active"] is None
     assert write(core, "copies") == ["copies"]
-    assert (parameters(core), says(core, "then")) == expected
+    assert (parameters(core), answers(core, "then")) == expected
 
 
 def test_what_a_method_has_written_may_be_read_where_it_is_in_place(
@@ -215,7 +214,7 @@ def test_parts_of_a_version_are_written_in_several_calls(
         assert served(core) == before
         is_last = name == names[-1]
         core.collective_rpc("tests_write_part", args=([name], is_last))
-    assert (parameters(core), says(core, "after")) == expected
+    assert (parameters(core), answers(core, "after")) == expected
     assert served(core)[2] is not None
 
 

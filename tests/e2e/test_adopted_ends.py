@@ -13,8 +13,7 @@ import torch
 from safetensors.torch import load_file
 from vllm.v1.engine.core import EngineCore
 
-from tests.e2e.test_sleep import says
-from tests.support.engines.bare_core import call, publish
+from tests.support.engines.bare_core import answers, call, publish
 from tests.support.frameworks.core import extended_core
 from tests.support.frameworks.ends import CALLED, DEVICES, FAULTS, SOURCE
 from vllm.inflight.errors import (
@@ -152,21 +151,21 @@ def test_the_end_of_a_version_that_has_failed_is_rejected(core):
 def test_after_a_call_without_tensors_nothing_is_rolled_back_to(core, folders):
     publish(core, folders["new"], "new")
     publish(core, folders["old"], "old")
-    before = says(core, "before")
+    before = answers(core, "before")
     FAULTS["writes"] = "model.norm.weight"
     assert core.collective_rpc(WHOLE) == [True]
-    assert says(core, "after") == before
+    assert answers(core, "after") == before
     assert call(core, "info")["previous"] is None
     publish(core, folders["new"], "new")
     call(core, "rollback")
-    assert says(core, "rolled back") == before
+    assert answers(core, "rolled back") == before
 
 
 def test_a_method_sees_the_default_device_of_worker_calls_and_the_loader_its_own(
     core, folders, monkeypatch
 ):
     digest_of_new = publish(core, folders["new"], "new")["digest"]
-    expected = says(core, "expected")
+    expected = answers(core, "expected")
     publish(core, folders["old"], "old")
     load, in_loader = UpdateLoader.load_weights, []
 
@@ -187,7 +186,7 @@ def test_a_method_sees_the_default_device_of_worker_calls_and_the_loader_its_own
     assert set(DEVICES) == {"meta"} and len(DEVICES) > 10
     assert set(in_loader) == {"cpu"} and len(in_loader) > 10
     assert digest(core) == digest_of_new
-    assert says(core, "after") == expected
+    assert answers(core, "after") == expected
 
 
 def test_after_ctrl_c_the_next_version_is_taken(core):

@@ -16,8 +16,7 @@ from tests.e2e.test_adopted_direct_writes import (  # noqa: F401 (a fixture)
     write,
 )
 from tests.e2e.test_adoption import served, tensors_of
-from tests.e2e.test_sleep import says
-from tests.support.engines.bare_core import publish
+from tests.support.engines.bare_core import answers, publish
 from tests.support.frameworks.core import extended_core
 from tests.support.frameworks.direct import ATTENTION_OUT, TENSORS
 from vllm.inflight.errors import InflightError
@@ -34,10 +33,10 @@ def test_a_layer_is_not_read_before_it_is_processed(
     )
     TENSORS["checkpoint"], TENSORS["kernel"] = tensors_of(new), {}
     with extended_core(old, EXTENSION) as core:
-        before, said = served(core), says(core, "before")
+        before, said = served(core), answers(core, "before")
         with pytest.raises(InflightError, match=f"reads {ATTENTION_OUT}"):
             write(core, "reads before scales")
-        assert (served(core), says(core, "after")) == (before, said)
+        assert (served(core), answers(core, "after")) == (before, said)
     TENSORS.clear()
 
 
@@ -53,7 +52,7 @@ def test_a_write_in_kernel_format_into_a_quantised_layer_is_rejected_by_name(
         publish(core, new, "new")
         model = core.model_executor.driver_worker.worker.model_runner.model
         kernel = {n: p.detach().clone() for n, p in model.named_parameters()}
-        wanted = says(core, "expected")
+        wanted = answers(core, "expected")
         publish(core, old, "older")
         publish(core, old, "old")
         in_layers = {n: t for n, t in kernel.items() if "proj" in n}
@@ -61,11 +60,11 @@ def test_a_write_in_kernel_format_into_a_quantised_layer_is_rejected_by_name(
         TENSORS["kernel"] = {
             n: t for n, t in kernel.items() if n not in in_layers
         } | in_layers
-        before, said = served(core), says(core, "before")
+        before, said = served(core), answers(core, "before")
         with pytest.raises(InflightError, match="whose layer is quantised") as raised:
             write(core, "copies")
         assert next(n for n in in_layers if n.endswith("weight")) in str(raised.value)
-        assert (served(core), says(core, "after")) == (before, said)
+        assert (served(core), answers(core, "after")) == (before, said)
         publish(core, new, "new again")
-        assert says(core, "at last") == wanted != said
+        assert answers(core, "at last") == wanted != said
     TENSORS.clear()

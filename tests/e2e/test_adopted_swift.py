@@ -11,8 +11,7 @@ import torch
 from vllm.v1.engine.core import EngineCore
 
 from tests.e2e.test_adoption import served, tensors_of
-from tests.e2e.test_sleep import says
-from tests.support.engines.bare_core import call, publish
+from tests.support.engines.bare_core import answers, call, publish
 from tests.support.frameworks.core import extended_core
 from tests.support.trainers.bucket_sender import Tensors
 from tests.support.trainers.store_group import HOST, StoreTrainer, store_trainer
@@ -66,13 +65,13 @@ def test_processing_the_weights_ends_the_version(
     core: EngineCore, group: StoreTrainer, folders: dict[str, Path], way: Way
 ) -> None:
     digest = publish(core, folders["new"], "new")["digest"]
-    expected = says(core, "expected")
+    expected = answers(core, "expected")
     publish(core, folders["old"], "old")
     way(core, group, tensors_of(folders["new"]))
     assert served(core)[0] == "old"
     assert core.collective_rpc(END) == [None]
     assert served(core)[2] == digest
-    assert says(core, "after") == expected
+    assert answers(core, "after") == expected
 
 
 def test_the_end_of_a_version_that_lacks_tensors_is_rejected_by_name(
@@ -82,18 +81,18 @@ def test_the_end_of_a_version_that_lacks_tensors_is_rejected_by_name(
     one_by_one(core, group, tensors)
     core.collective_rpc(END)
     publish(core, folders["old"], "old")
-    before, said = served(core), says(core, "before")
+    before, said = served(core), answers(core, "before")
     del tensors["model.norm.weight"]
     one_by_one(core, group, tensors)
     with pytest.raises(WeightsMismatch, match=r"model\.norm\.weight"):
         core.collective_rpc(END)
-    assert served(core) == before and says(core, "after") == said
+    assert served(core) == before and answers(core, "after") == said
 
 
 def test_the_end_of_a_version_that_has_failed_says_so_again(
     core: EngineCore, group: StoreTrainer, folders: dict[str, Path]
 ) -> None:
-    before, said = served(core), says(core, "before")
+    before, said = served(core), answers(core, "before")
     tensors = tensors_of(folders["new"])
     one_by_one(core, group, {"lm_head.weight": tensors["lm_head.weight"]})
     group.broadcast(torch.zeros(3))
@@ -103,7 +102,7 @@ def test_the_end_of_a_version_that_has_failed_says_so_again(
     # On the live weights, it would process what has been processed.
     with pytest.raises(InflightError, match=r"update_named_param .* AssertionError"):
         core.collective_rpc(END)
-    assert served(core) == before and says(core, "after") == said
+    assert served(core) == before and answers(core, "after") == said
 
 
 def test_an_adapter_is_no_version(core: EngineCore) -> None:

@@ -16,9 +16,8 @@ from vllm.v1.engine.core import EngineCore
 from tests.e2e.test_adopted_direct_writes import BUILDS
 from tests.e2e.test_adopted_ends import in_thread
 from tests.e2e.test_adoption import served, tensors_of
-from tests.e2e.test_sleep import says
 from tests.e2e.test_upstream_reloads import parameters
-from tests.support.engines.bare_core import call, publish
+from tests.support.engines.bare_core import answers, call, publish
 from tests.support.frameworks import threaded
 from tests.support.frameworks.core import extended_core
 from tests.support.frameworks.direct import NORM, TENSORS
@@ -61,7 +60,7 @@ def held(folders: dict[str, Path]) -> Iterator[Held]:
 def expected(core: EngineCore, folders: dict[str, Path]) -> Any:
     """The digest, parameters and answer of the new weights; the old ones are served."""
     digest = publish(core, folders["new"], "new")["digest"]
-    found = digest, parameters(core), says(core, "expected")
+    found = digest, parameters(core), answers(core, "expected")
     publish(core, folders["old"], "older")  # the second set has the old weights, too
     publish(core, folders["old"], "old")
     return found
@@ -72,7 +71,7 @@ def send(core: EngineCore, way: str) -> Any:
 
 
 def state(core: EngineCore) -> Any:
-    return served(core)[2], parameters(core), says(core, "now")
+    return served(core)[2], parameters(core), answers(core, "now")
 
 
 def test_tensors_that_a_thread_of_the_method_loads_become_a_version(

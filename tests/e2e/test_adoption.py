@@ -14,9 +14,17 @@ import torch
 from safetensors.torch import load_file
 from vllm.v1.engine.core import EngineCore
 
-from tests.e2e.test_sleep import says
 from tests.e2e.test_upstream_reloads import parameters
-from tests.support.engines.bare_core import Streams, add, call, prompt, publish, stage
+from tests.support.engines.bare_core import (
+    Streams,
+    add,
+    answers,
+    call,
+    ended_soon,
+    prompt,
+    publish,
+    stage,
+)
 from tests.support.engines.mixtures import mixed
 from tests.support.engines.script import run_script
 from tests.support.frameworks.core import beside_steps, extended_core
@@ -77,7 +85,7 @@ def served(core: EngineCore) -> tuple[str, int, str | None]:
     return info["weight_version"], info["epoch"], info["digest"]
 
 
-def labels_across(streams: Streams, old: str, new: str, num: int = 900) -> None:
+def labels_across(streams: Streams, old: str, new: str, num: int) -> None:
     """The stream of `runs` has both versions, and went on before the commit."""
     labels = streams.stamps["runs"]
     num_old = labels.count(old)
@@ -90,33 +98,33 @@ def test_a_call_per_tensor_becomes_one_version_beside_decoding(
 ) -> None:
     core = actor.core
     digest = publish(core, folders["new"], "new")["digest"]
-    expected = says(core, "expected"), parameters(core)
+    expected = answers(core, "expected"), parameters(core)
     publish(core, folders["old"], "old")
-    before = says(core, "before")
+    before = answers(core, "before")
     assert before != expected[0]
     add(core, "runs", prompt(3), max_tokens=900)
     streams = Streams(core).step(8)
     beside_steps(streams, lambda: actor.send(tensors_of(folders["new"])))
-    streams.run(1000)
+    num = ended_soon(streams, "runs")
     info = call(core, "info")
     label = f"update-{info['epoch']}"
     assert (info["weight_version"], info["digest"]) == (label, digest)
     assert info["previous"]["weight_version"] == "old"
-    labels_across(streams, "old", label)
+    labels_across(streams, "old", label, num)
     # The same prompt: what it finds in the prefix cache is of the weights before.
-    assert says(core, "after") == expected[0] and parameters(core) == expected[1]
+    assert answers(core, "after") == expected[0] and parameters(core) == expected[1]
     call(core, "rollback")
-    assert says(core, "rolled back") == before
+    assert answers(core, "rolled back") == before
 
 
 def test_a_second_version_follows_the_first(
     actor: Actor, folders: dict[str, Path]
 ) -> None:
-    said = says(actor.core, "old")
+    said = answers(actor.core, "old")
     actor.send(tensors_of(folders["new"]))
-    assert says(actor.core, "new") != said
+    assert answers(actor.core, "new") != said
     actor.send(tensors_of(folders["old"]))
-    assert says(actor.core, "old again") == said
+    assert answers(actor.core, "old again") == said
 
 
 def test_tensors_that_are_lent_for_the_time_of_a_call_become_a_version(
@@ -124,7 +132,7 @@ def test_tensors_that_are_lent_for_the_time_of_a_call_become_a_version(
 ) -> None:
     """OpenRLHF's other call; the memory of a tensor is used again after each call."""
     digest = publish(core, folders["new"], "new")["digest"]
-    expected = says(core, "expected")
+    expected = answers(core, "expected")
     publish(core, folders["old"], "old")
     memory = torch.empty(1 << 17, dtype=torch.uint8)
     tensors = tensors_of(folders["new"])
@@ -133,14 +141,14 @@ def test_tensors_that_are_lent_for_the_time_of_a_call_become_a_version(
         handles = {"the GPU": (lent.copy_, (tensor,))}
         args = name, tensor.dtype, tensor.shape, handles, number == len(tensors)
         assert core.collective_rpc("update_weight_cuda_ipc", args=args) == [None]
-    assert served(core)[2] == digest and says(core, "after") == expected
+    assert served(core)[2] == digest and answers(core, "after") == expected
 
 
 def test_a_call_that_fails_in_the_middle_leaves_what_is_served(
     actor: Actor, folders: dict[str, Path]
 ) -> None:
     core, tensors = actor.core, tensors_of(folders["new"])
-    before, said = served(core), says(core, "before")
+    before, said = served(core), answers(core, "before")
     names = list(tensors)
     actor.send({name: tensors[name] for name in names[:9]}, mark=False)
     assert served(core) == before
@@ -148,14 +156,14 @@ def test_a_call_that_fails_in_the_middle_leaves_what_is_served(
         core.collective_rpc("update_weight", args=(names[9], torch.int8, (1,), False))
     assert served(core) == before
     assert call(core, "status")["active"] is None
-    assert says(core, "after") == said
+    assert answers(core, "after") == said
     # Whoever goes on after the failure has only a part, with the mark of a whole.
     with pytest.raises(WeightsMismatch, match="missing"):
         actor.send({name: tensors[name] for name in names[10:]})
     assert served(core) == before
-    assert says(core, "still") == said
+    assert answers(core, "still") == said
     actor.send(tensors)
-    assert says(core, "at last") != said
+    assert answers(core, "at last") != said
 
 
 # --------------------------------------------------------- versions that are parts
@@ -176,12 +184,12 @@ def test_a_marked_version_may_leave_out_what_its_framework_never_sends(
     as_first_version(core)
     mixture = mixed(folders["new"], folders["old"], (head,), tmp_path / "mixture")
     digest = publish(core, mixture, "mixture")["digest"]
-    expected = says(core, "expected"), parameters(core)
+    expected = answers(core, "expected"), parameters(core)
     publish(core, folders["old"], "old")
     part = without(tensors_of(folders["new"]), head)
     actor.send(part)
     assert served(core)[2] == digest
-    assert (says(core, "part"), parameters(core)) == expected
+    assert (answers(core, "part"), parameters(core)) == expected
     publish(core, folders["old"], "old")
     before = served(core)
     with pytest.raises(WeightsMismatch, match=r"norm\.weight"):
@@ -226,10 +234,10 @@ def test_the_rest_of_a_version_is_no_first_version_unless_it_comes_twice(
     rest = without(tensors, *missed)
     as_first_version(core)
     core.model_executor.driver_worker.worker.vllm_inflight.stager.doubted.clear()
-    before, said = served(core), says(core, "before")
+    before, said = served(core), answers(core, "before")
     with pytest.raises(WeightsMismatch, match=r"layers\.0|embed_tokens"):
         actor.send(rest)
-    assert served(core) == before and says(core, "after") == said
+    assert served(core) == before and answers(core, "after") == said
     # Another set is another rest, and no confirmation.
     with pytest.raises(WeightsMismatch, match=r"layers\.0|embed_tokens"):
         actor.send(without(rest, "model.norm.weight"))
@@ -268,11 +276,11 @@ def test_a_last_call_that_is_repeated_after_the_commit_is_rejected_by_name(
 ) -> None:
     core, tensors = actor.core, tensors_of(folders["new"])
     actor.send(tensors)
-    before, said = served(core), says(core, "before")
+    before, said = served(core), answers(core, "before")
     name = list(tensors)[-1]
     with pytest.raises(WeightsMismatch, match="missing"):
         actor.send({name: tensors[name]})
-    assert served(core) == before and says(core, "after") == said
+    assert served(core) == before and answers(core, "after") == said
 
 
 @pytest.mark.parametrize("is_other", [False, True])
@@ -305,13 +313,13 @@ def test_an_end_without_the_mark_drops_what_has_come(
     actor: Actor, folders: dict[str, Path], end: str
 ) -> None:
     core, tensors = actor.core, tensors_of(folders["new"])
-    before, said = served(core), says(core, "before")
+    before, said = served(core), answers(core, "before")
     names = list(tensors)
     actor.send({name: tensors[name] for name in names[:20]}, mark=False)
     ENDS[end](core)
     last = call(core, "status")["outcomes"][0]
     assert (last["phase"], end in last["error"]["message"]) == ("aborted", True)
-    assert served(core) == before and says(core, "after") == said
+    assert served(core) == before and answers(core, "after") == said
     with pytest.raises(WeightsMismatch, match="missing"):
         actor.send({name: tensors[name] for name in names[20:]})
     assert served(core) == before

@@ -14,9 +14,8 @@ from vllm import _custom_ops
 from vllm.v1.engine.core import EngineCore
 
 from tests.e2e.test_adoption import served, tensors_of
-from tests.e2e.test_sleep import says
 from tests.e2e.test_upstream_reloads import parameters
-from tests.support.engines.bare_core import call, publish
+from tests.support.engines.bare_core import answers, call, publish
 from tests.support.frameworks.by_hand import SENT, _received
 from tests.support.frameworks.core import extended_core
 from vllm.inflight.engine.compat import adoption
@@ -121,12 +120,12 @@ def test_what_cannot_be_adopted_is_rejected_where_adoption_was_asked_for(
 def test_without_staging_a_call_is_rejected_where_adoption_was_asked_for(
     engine: EngineCore, folders: dict[str, Path]
 ) -> None:
-    before, said = served(engine), says(engine, "before")
+    before, said = served(engine), answers(engine, "before")
     SENT.extend(tensors_of(folders["new"]).items())
     with pytest.raises(Conflict, match=r"receive_weight_update .* cannot be updated"):
         engine.collective_rpc(PIPELINE, args=(TOLD,))
     SENT.clear()
-    assert served(engine) == before and says(engine, "after") == said
+    assert served(engine) == before and answers(engine, "after") == said
 
 
 @pytest.mark.parametrize("staging", ["auto"], indirect=True)
@@ -186,13 +185,13 @@ def test_by_default_it_is_an_out_of_band_write_with_an_honest_label(
 def test_without_staging_a_known_call_writes_in_place_and_says_so(
     engine: EngineCore, folders: dict[str, Path]
 ) -> None:
-    said, before = says(engine, "before"), served(engine)
+    said, before = answers(engine, "before"), served(engine)
     number = counted(engine, PIPELINE)
     SENT.extend(tensors_of(folders["new"]).items())
     assert engine.collective_rpc(PIPELINE, args=(TOLD,)) == ["weights"]
     label, epoch, digest = served(engine)
     assert (label, epoch, digest) == ("7", before[1] + 1, None)
-    assert says(engine, "after") != said
+    assert answers(engine, "after") != said
     assert counted(engine, PIPELINE) == number + 1
 
 

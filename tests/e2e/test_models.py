@@ -10,7 +10,7 @@ import torch
 from vllm.config.weight_transfer import WeightTransferConfig
 
 import tests.support.engines.transport  # noqa: F401 (registers the transport "other")
-from tests.support.engines.probe import greedy, send
+from tests.support.engines.probe import NUM_PROMPTS, greedy, send
 from vllm.inflight.errors import ConfigError, StagingUnavailable
 from vllm.inflight.worker.model import support
 
@@ -71,7 +71,7 @@ def test_staging_off_rejects_updates_and_serves(
     ):
         with pytest.raises(StagingUnavailable, match="off"):
             connect()
-    assert len(greedy(llm)) == 8
+    assert len(greedy(llm)) == NUM_PROMPTS
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -15,7 +15,7 @@ import tests.support.engines.transport  # noqa: F401 (registers the transport "o
 from tests.e2e.test_models import CONFIG
 from tests.support.engines.mixtures import mixed, part, said
 from tests.support.engines.oracle import differing
-from tests.support.engines.probe import commits_and_rollbacks, greedy, send
+from tests.support.engines.probe import NUM_PROMPTS, commits_and_rollbacks, greedy, send
 from tests.support.models.quantised import FILE
 from vllm.inflight import upstream
 from vllm.inflight.api.control.core_client import run_sync
@@ -113,7 +113,7 @@ def test_scales_of_activations_and_kernels_that_were_not_tried_are_rejected_by_n
     llm = start(checkpoint(0, "fp8-channel"))
     with pytest.raises(StagingUnavailable, match=f"{layer} quantises .* {pair[1]}"):
         llm.update_weights_from_disk(str(checkpoint(1, "fp8-channel")))
-    assert len(greedy(llm)) == 8
+    assert len(greedy(llm)) == NUM_PROMPTS
 
 
 def test_schemes_with_shared_scales_or_without_proof_are_rejected_on_several_ranks(

@@ -12,8 +12,7 @@ from vllm import _custom_ops
 from vllm.v1.engine.core import EngineCore
 
 from tests.e2e.test_adoption import HOST, served, tensors_of
-from tests.e2e.test_sleep import says
-from tests.support.engines.bare_core import call, publish
+from tests.support.engines.bare_core import answers, call, publish
 from tests.support.frameworks.core import extended_core
 from tests.support.trainers.store_group import StoreTrainer, store_trainer
 from vllm.inflight.engine.compat import adoption
@@ -72,7 +71,7 @@ def test_with_adopt_off_each_call_writes_into_the_live_weights(
     core: EngineCore, trainer: StoreTrainer, folders: dict[str, Path]
 ) -> None:
     publish(core, folders["new"], "new")
-    expected = says(core, "expected")
+    expected = answers(core, "expected")
     publish(core, folders["old"], "old")
     before = served(core)[1]
     send(
@@ -81,7 +80,7 @@ def test_with_adopt_off_each_call_writes_into_the_live_weights(
         folders["new"],
         lambda told: core.collective_rpc("update_weight", args=told),
     )
-    assert says(core, "after") == expected
+    assert answers(core, "after") == expected
     label, epoch, digest = served(core)
     assert (label, digest) == (f"untracked-{epoch}", None)
     assert epoch == before + 25
@@ -93,7 +92,7 @@ def test_a_function_in_place_of_a_name_is_not_adopted(
     core: EngineCore, trainer: StoreTrainer, folders: dict[str, Path]
 ) -> None:
     publish(core, folders["new"], "new")
-    expected = says(core, "expected")
+    expected = answers(core, "expected")
     publish(core, folders["old"], "old")
     send(
         core,
@@ -101,7 +100,7 @@ def test_a_function_in_place_of_a_name_is_not_adopted(
         folders["new"],
         lambda told: core.collective_rpc(lambda worker: worker.update_weight(*told)),
     )
-    assert says(core, "after") == expected
+    assert answers(core, "after") == expected
     assert served(core)[2] is None and call(core, "info")["previous"] is None
 
 
@@ -110,7 +109,7 @@ def test_weights_that_a_sleep_has_given_up_are_filled_in_place(
     core: EngineCore, trainer: StoreTrainer, folders: dict[str, Path]
 ) -> None:
     publish(core, folders["new"], "new")
-    expected = says(core, "expected")
+    expected = answers(core, "expected")
     core.vllm_config.model_config.enable_sleep_mode = True
     core.sleep(2)
     core.wake_up()
@@ -122,5 +121,5 @@ def test_weights_that_a_sleep_has_given_up_are_filled_in_place(
         lambda told: core.collective_rpc("update_weight", args=told),
     )
     assert call(core, "info")["weights"] == "live"
-    assert says(core, "after") == expected and served(core)[2] is None
+    assert answers(core, "after") == expected and served(core)[2] is None
     core.vllm_config.model_config.enable_sleep_mode = False

@@ -34,7 +34,7 @@ def test_a_server_of_an_untested_release_does_not_start(old: Path) -> None:
 
 def said(llm: Any) -> list[list[int]]:
     """Greedy tokens of an `LLM`, of one prompt after the other."""
-    outputs = [llm.generate(each, GREEDY, use_tqdm=False)[0] for each in prompts(4)]
+    outputs = [llm.generate(each, GREEDY, use_tqdm=False)[0] for each in prompts(8)]
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
@@ -42,7 +42,7 @@ def choices(server: Server) -> list[dict[str, Any]]:
     """The same of a server, with the versions."""
     body = {"model": "tiny", "temperature": 0, "max_tokens": GREEDY.max_tokens}
     body |= {"ignore_eos": True, "return_token_ids": True}
-    asked = (body | {"prompt": each["prompt_token_ids"]} for each in prompts(4))
+    asked = (body | {"prompt": each["prompt_token_ids"]} for each in prompts(8))
     return [server.post("/v1/completions", each)["choices"][0] for each in asked]
 
 

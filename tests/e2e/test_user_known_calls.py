@@ -8,9 +8,8 @@ import pytest
 from vllm.v1.engine.core import EngineCore
 
 from tests.e2e.test_adoption import served
-from tests.e2e.test_sleep import says
 from tests.e2e.test_upstream_reloads import parameters
-from tests.support.engines.bare_core import call, publish
+from tests.support.engines.bare_core import answers, call, publish
 from tests.support.frameworks.core import extended_core
 from tests.support.frameworks.own import WAYS
 from vllm.inflight.errors import Conflict, EngineFault
@@ -49,11 +48,11 @@ def test_a_users_own_call_becomes_a_version_and_its_result_is_returned(
 ) -> None:
     new = folders["new"]
     digest = publish(core, new, "new")["digest"]
-    expected = says(core, "expected")
+    expected = answers(core, "expected")
     publish(core, folders["old"], "old")
     (result,) = core.collective_rpc("tests_push", kwargs={"folder": str(new)})
     assert result["path"] == new and len(result["loaded"]) == 25
-    assert served(core)[2] == digest and says(core, "after") == expected
+    assert served(core)[2] == digest and answers(core, "after") == expected
     assert call(core, "info")["previous"]["weight_version"] == "old"
 
 
@@ -71,11 +70,11 @@ def test_what_stops_decoding_does_nothing_in_an_adopted_call(
 def test_a_method_that_needs_the_thread_of_an_earlier_call_fails_and_changes_nothing(
     core: EngineCore,
 ) -> None:
-    before, said = served(core), says(core, "before")
+    before, said = served(core), answers(core, "before")
     core.collective_rpc("tests_join")
     with pytest.raises(EngineFault, match=r"tests_push_from_here .* 'folder'"):
         core.collective_rpc("tests_push_from_here")
-    assert served(core) == before and says(core, "after") == said
+    assert served(core) == before and answers(core, "after") == said
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -86,16 +85,16 @@ def test_a_write_past_the_loader_is_rejected_by_name_and_changes_nothing(
     """It would be served under the digest of what was loaded."""
     publish(core, folders["new"], "new")
     publish(core, folders["old"], "old")
-    before, said, held = served(core), says(core, "before"), parameters(core)
+    before, said, held = served(core), answers(core, "before"), parameters(core)
     core.collective_rpc("tests_keep_model")
     told = str(folders["new"]), way, catches
     with pytest.raises(Conflict, match=r"the live model|of the shadow model") as raised:
         core.collective_rpc("tests_push_and_write", args=told)
     assert ("the live model" in way) == ("the live model" in str(raised.value))
-    assert served(core) == before and says(core, "after") == said
+    assert served(core) == before and answers(core, "after") == said
     assert parameters(core) == held
     assert call(core, "status")["active"] is None
     (result,) = core.collective_rpc("tests_push", args=(str(folders["new"]),))
     assert result["path"] == folders["new"]
     assert call(core, "rollback")["weight_version"] == "old"
-    assert says(core, "rolled back") == said
+    assert answers(core, "rolled back") == said

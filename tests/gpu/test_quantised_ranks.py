@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.support.engines.probe import (
+    NUM_PROMPTS,
     commits_and_rollbacks,
     flips_under_load,
     greedy,
@@ -140,4 +141,4 @@ def test_schemes_whose_ranks_agree_on_a_scale_are_rejected(
     llm = two(folder(0, None), enforce_eager=True, quantization=quantization)
     with pytest.raises(StagingUnavailable, match="agree on their scales"):
         llm.update_weights_from_disk(str(folder(1, None)))
-    assert len(greedy(llm)) == 8
+    assert len(greedy(llm)) == NUM_PROMPTS

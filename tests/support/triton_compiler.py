@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from tests.support.preloaded_process import run
 
 
 def compile_for_gpu(
@@ -31,24 +30,15 @@ def compile_for_gpu(
     assert compiled.asm["ptx"]
 
 
-def succeeds(call: str, folder: Path | None = None) -> None:
+def compiles(call: str, folder: Path) -> None:
     """Run `module:function` in a process of its own; fails with its last lines.
 
     Args:
         call: of a function without arguments.
-        folder: of Triton's cache, to compile; None: run under Triton's interpreter.
+        folder: of Triton's cache, to compile.
 
     """
     module, name = call.split(":")
-    more = {"TRITON_INTERPRET": "1"}
-    if folder is not None:
-        more = {"TRITON_CACHE_DIR": str(folder)}
-    run = subprocess.run(
-        [sys.executable, "-c", f"from {module} import {name} as run; run()"],
-        env=os.environ | more,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    code = f"from {module} import {name} as run; run()"
+    done = run("-c", code, env={"TRITON_CACHE_DIR": str(folder)})
+    assert done.returncode == 0, done.stderr[-3000:]

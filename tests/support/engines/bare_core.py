@@ -116,3 +116,24 @@ class Streams:
 def prompt(seed: int, length: int = 40) -> list[int]:
     """Token ids that differ from seed to seed."""
     return [(11 * seed + 5 * i) % 250 for i in range(length)]
+
+
+def ended_soon(streams: Streams, name: str) -> int:
+    """Let a request have 20 tokens more, and no others; returns how many it has had.
+
+    For one that was to outlast something of unknown length. It ends in the ordinary
+    way, so each of its tokens has to come out.
+    """
+    request = streams.core.scheduler.requests[name]
+    request.max_tokens = min(request.max_tokens, num_sampled(streams.core, name) + 20)
+    streams.run()
+    return int(request.max_tokens)
+
+
+def answers(core: EngineCore, name: str) -> list[int]:
+    """What the core makes of four prompts: 40 tokens in ten steps."""
+    names = [f"{name} {seed}" for seed in range(4)]
+    for seed, each in enumerate(names):
+        add(core, each, prompt(seed), max_tokens=10)
+    tokens = Streams(core).run().tokens
+    return [token for each in names for token in tokens[each]]

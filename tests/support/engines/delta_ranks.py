@@ -74,8 +74,8 @@ def main(
         llm.collective_rpc("tests_make_room")
 
     def served() -> Any:
-        params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-        outputs = llm.generate(prompts(4), params, use_tqdm=False)
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        outputs = llm.generate(prompts(8), params, use_tqdm=False)
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
         return llm.weight_info()["digest"], tokens
 

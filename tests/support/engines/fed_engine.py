@@ -19,7 +19,13 @@ import torch
 
 from tests.robustness.pauses.live import Live, Stream
 from tests.support.engines.far_trainer import FarTrainer
-from tests.support.engines.probe import GREEDY, greedy, outputs_during, prompts
+from tests.support.engines.probe import (
+    GREEDY,
+    NUM_PROMPTS,
+    greedy,
+    outputs_during,
+    prompts,
+)
 from tests.support.engines.script import OPTIONS, tell
 from tests.support.gpu.exact import be_exact
 from vllm.inflight.api.control.core_client import run_sync
@@ -147,7 +153,7 @@ class Async(Engine):
         return [self._live.send(text, params) for text in texts]
 
     def tokens(self) -> list[list[int]]:
-        streams = self._begin(8, sampling(GREEDY.max_tokens))
+        streams = self._begin(NUM_PROMPTS, sampling(GREEDY.max_tokens))
         self._live.wait(streams)
         return [stream.choices[0].tokens for stream in streams]
 

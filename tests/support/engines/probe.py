@@ -14,7 +14,11 @@ from vllm.inflight.calls import StartUpdate
 from vllm.inflight.errors import InflightError, WeightsMismatch
 from vllm.inflight.transport.waiting import in_background
 
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+NUM_PROMPTS = 16
+"""That are asked at once: an engine of the tests takes them in one batch."""
 
 
 def prompts(count: int) -> list[dict[str, Any]]:
@@ -26,8 +30,8 @@ def prompts(count: int) -> list[dict[str, Any]]:
 
 
 def greedy(llm: Any) -> list[list[int]]:
-    """What the weights served now make of eight prompts."""
-    outputs = llm.generate(prompts(8), GREEDY, use_tqdm=False)
+    """What the weights served now make of `NUM_PROMPTS`, in twelve steps."""
+    outputs = llm.generate(prompts(NUM_PROMPTS), GREEDY, use_tqdm=False)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 

@@ -36,8 +36,8 @@ def main(old: str, new: str) -> None:
         )
 
     def greedy(llm: Any) -> Any:
-        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-        outputs = llm.generate(prompts(6), params, use_tqdm=False)
+        params = SamplingParams(temperature=0, max_tokens=18, ignore_eos=True)
+        outputs = llm.generate(prompts(8), params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def send(llm: Any, **faults: Any) -> str:

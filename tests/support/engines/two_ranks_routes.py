@@ -134,8 +134,8 @@ def main(old: Path, new: Path) -> None:
         return door.post(path, json=body).json()
 
     def greedy() -> Any:
-        params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-        outputs = llm.generate(prompts(4), params, use_tqdm=False)
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        outputs = llm.generate(prompts(8), params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def checked(folder: Path) -> list[str]:

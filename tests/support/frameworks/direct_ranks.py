@@ -61,8 +61,8 @@ def main(old: str, new: str, parallel: str) -> None:
     )
 
     def served() -> Any:
-        params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-        outputs = llm.generate(prompts(4), params, use_tqdm=False)
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        outputs = llm.generate(prompts(8), params, use_tqdm=False)
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
         info = llm.weight_info()
         return info["weight_version"], info["digest"], tokens

@@ -283,9 +283,16 @@ OPTIONS_OF = {
 
 
 def main(framework: str, old: Path, new: Path) -> None:
-    from tests.e2e.test_sleep import says
     from tests.e2e.test_upstream_reloads import parameters
-    from tests.support.engines.bare_core import Streams, add, call, prompt, publish
+    from tests.support.engines.bare_core import (
+        Streams,
+        add,
+        answers,
+        call,
+        ended_soon,
+        prompt,
+        publish,
+    )
     from tests.support.frameworks.core import beside_steps, extended_core
 
     extension = f"benchmarks.frameworks.extensions.{framework}"
@@ -298,13 +305,13 @@ def main(framework: str, old: Path, new: Path) -> None:
     with extended_core(old, extension, **OPTIONS_OF.get(framework, {})) as core:
         new = in_blocks(new) if framework in PACKS else new
         digest = publish(core, new, "new")["digest"]
-        expected = says(core, "expected"), parameters(core)
+        expected = answers(core, "expected"), parameters(core)
         publish(core, old, "old")
         send = JOIN[framework](core, new)
         add(core, "runs", prompt(3), max_tokens=900)
         streams = Streams(core).step(8)
         replies = beside_steps(streams, lambda: send(tensors))
-        streams.run(1000)
+        ended_soon(streams, "runs")
         info = call(core, "info")
         tell(
             {
@@ -312,7 +319,7 @@ def main(framework: str, old: Path, new: Path) -> None:
                 "label": info["weight_version"],
                 "epoch": info["epoch"],
                 "is digest of files": info["digest"] == digest,
-                "is fresh": (says(core, "after"), parameters(core)) == expected,
+                "is fresh": (answers(core, "after"), parameters(core)) == expected,
                 "labels": streams.stamps["runs"],
             }
         )

@@ -17,7 +17,7 @@ from tests.support.deltas import (
     scattered,
     with_changes,
 )
-from tests.support.triton_compiler import succeeds
+from tests.support.triton_interpreter import succeeds
 from vllm.inflight.delta import Encoder, Part, application, encode
 from vllm.inflight.delta.decode import DecodedPart, decode
 from vllm.inflight.delta.device_decode import Launches

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.support.deltas import random_bits
+from tests.support.preloaded_process import run
 from vllm.inflight import ops
 from vllm.inflight.errors import ConfigError
 from vllm.inflight.trainer.deltas.ranks import TrainerRanks
@@ -28,7 +26,6 @@ from vllm.inflight.trainer.sources.shards import (
 )
 from vllm.inflight.update import TensorSpec
 
-ROOT = Path(__file__).parents[3]
 WHOLE = {"first", "all", "after that busy"}
 """Updates that are sent whole at once."""
 TWICE = {"lost", "rejected", "mismatch", "too many missed"}
@@ -41,8 +38,8 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: Any) -> dict[str, Any
     """What became of the updates of so many ranks."""
     folder = tmp_path_factory.mktemp("ranks")
     module = "tests.support.trainers.sharded_deltas"
-    command = [sys.executable, "-m", module, str(folder), str(request.param)]
-    subprocess.run(command, check=True, cwd=ROOT, timeout=300)
+    done = run(module, str(folder), str(request.param), timeout_s=300)
+    assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, Any] = json.loads((folder / "seen.json").read_text())
     refused = found.pop("without shards", None)
     if refused is not None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.preloaded_process import run
 from tests.support.trainers.sharded import MODELS, WAYS
 from vllm.inflight.trainer.sources.stream import tensors
 
@@ -20,10 +19,7 @@ pytestmark = pytest.mark.seconds
 def gathered(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder in which two ranks have written what they gathered."""
     folder = tmp_path_factory.mktemp("gathered")
-    command = [sys.executable, "-W", "ignore", "-m", "tests.support.trainers.sharded"]
-    done = subprocess.run(
-        [*command, str(folder)], capture_output=True, text=True, timeout=240
-    )
+    done = run("tests.support.trainers.sharded", str(folder))
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.shadow_on_host import Batches, Sets
-from tests.support.triton_compiler import succeeds
+from tests.support.triton_interpreter import succeeds
 from tests.unit.worker.test_delta_writer import delta, stepped
 from vllm.inflight.delta import Encoder, Part
 from vllm.inflight.delta.device_decode import Launches

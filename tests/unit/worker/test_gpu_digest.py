@@ -1,8 +1,5 @@
 """The digest of a GPU equals the CPU's; Triton's interpreter stands in for a GPU."""
 
-import os
-import subprocess
-import sys
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.triton_compiler import compile_for_gpu, succeeds
+from tests.support.triton_compiler import compile_for_gpu, compiles
+from tests.support.triton_interpreter import succeeds
 from vllm.inflight import ops
 from vllm.inflight.ops import gpu_digest as audit_module
 from vllm.inflight.ops.gpu_digest import ROWS, GpuDigest, nonfinite_width, warm
@@ -120,14 +118,7 @@ def check_converted() -> None:
 
 @pytest.mark.seconds
 def test_digests_and_counts_are_those_of_the_cpu():
-    run = subprocess.run(
-        [sys.executable, "-c", f"from {__name__} import check; check()"],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    succeeds(f"{__name__}:check")
 
 
 @pytest.mark.seconds
@@ -194,7 +185,7 @@ def compile_kernels() -> None:
 
 @pytest.mark.seconds
 def test_the_digest_compiles_for_a_gpu(tmp_path):
-    succeeds(f"{__name__}:compile_kernels", tmp_path)
+    compiles(f"{__name__}:compile_kernels", tmp_path)
 
 
 def test_tables_of_memory_that_no_longer_comes_are_dropped(monkeypatch):

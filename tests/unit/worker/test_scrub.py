@@ -1,8 +1,5 @@
 """A scrub: the digests that ranks read from live weights, added up and compared."""
 
-import os
-import subprocess
-import sys
 import threading
 from array import array
 from contextlib import suppress
@@ -15,6 +12,7 @@ from hypothesis import given, settings
 
 from tests.support.models.every_loader import MAPPED, Model, version
 from tests.support.shadow_on_host import InPlace, Sets
+from tests.support.triton_interpreter import succeeds
 from vllm.inflight import ops
 from vllm.inflight.engine.integrity.scrubs import judged
 from vllm.inflight.ops.reference import row_major
@@ -109,14 +107,7 @@ def check_kernel() -> None:
 @pytest.mark.seconds
 def test_the_gpu_kernel_of_the_scrub_equals_the_cpu():
     pytest.importorskip("triton", reason="Triton is not installed")
-    run = subprocess.run(
-        [sys.executable, "-c", f"from {__name__} import check_kernel as c; c()"],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    succeeds(f"{__name__}:check_kernel")
 
 
 def test_every_kind_of_loader_that_copies_is_read_back():
