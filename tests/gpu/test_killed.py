@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -15,6 +14,7 @@ from tests.robustness.injection.conftest import (  # noqa: F401 (a fixture)
 from tests.robustness.injection.points import Trap
 from tests.robustness.injection.test_killed import (  # noqa: F401 (one is a test, run here too)
     NUM_TOKENS,
+    Answer,
     are_gone,
     says,
     test_a_rank_stuck_in_a_step_ends_with_its_engine_core,
@@ -44,11 +44,11 @@ def server(trap: Trap, old: Path) -> Iterator[Server]:  # noqa: F811
 def test_ranks_end_with_a_core_that_is_killed_while_they_decode(server: Server) -> None:
     family = psutil.Process(server.pid).children(recursive=True)
     (core,) = [each for each in family if "EngineCore" in " ".join(each.cmdline())]
-    got: list[Any] = []
+    answers: list[Answer] = []
     with ThreadPoolExecutor(1) as pool:
-        speaking = pool.submit(says, server, got)
-        until(lambda: len(got) > 4, "it says nothing")
+        speaking = pool.submit(says, server, answers)
+        until(lambda: answers and len(answers[0].tokens) > 4, "it says nothing")
         core.kill()
         are_gone(family)
         speaking.result(timeout=60)
-    assert len(got) < NUM_TOKENS
+    assert len(answers[-1].tokens) < NUM_TOKENS
