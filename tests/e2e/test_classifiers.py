@@ -15,7 +15,7 @@ from vllm.config.weight_transfer import WeightTransferConfig
 from tests.support.engines.mixtures import FILE, HEAD, MLP, mixed, part
 from tests.support.engines.probe import prompts
 from vllm.inflight.errors import StagingUnavailable, WeightsMismatch
-from vllm.inflight.worker.model import classifier
+from vllm.inflight.worker.model.kinds import classifier
 
 pytestmark = pytest.mark.engine
 

@@ -13,7 +13,7 @@ from vllm.inflight.api.control.core_client import run_sync
 from vllm.inflight.api.control.methods import control_of
 from vllm.inflight.calls import ReadRows
 from vllm.inflight.errors import Malformed, WeightsMismatch
-from vllm.inflight.worker.model import moe
+from vllm.inflight.worker.model.kinds import moe
 
 pytestmark = pytest.mark.engine
 

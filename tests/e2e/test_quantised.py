@@ -22,8 +22,9 @@ from vllm.inflight.api.control.core_client import run_sync
 from vllm.inflight.api.control.methods import control_of
 from vllm.inflight.calls import ReadRows
 from vllm.inflight.errors import Malformed, StagingUnavailable, WeightsMismatch
-from vllm.inflight.worker.model import quantized, support
-from vllm.inflight.worker.model.quantized import PROVED
+from vllm.inflight.worker.model import support
+from vllm.inflight.worker.model.kinds import quantized
+from vllm.inflight.worker.model.kinds.quantized import PROVED
 
 pytestmark = pytest.mark.engine
 

@@ -23,7 +23,7 @@ from tests.support.gpu.admission import Admitted
 from tests.support.models.quantised import FILE, quantise
 from vllm.inflight.errors import WeightsMismatch
 from vllm.inflight.trainer import Publisher
-from vllm.inflight.worker.model import quantized
+from vllm.inflight.worker.model.kinds import quantized
 
 pytestmark = [
     pytest.mark.gpu,

@@ -30,7 +30,7 @@ from tests.e2e.test_quantised_deltas import (  # noqa: F401 (tests, run here on 
 from tests.support.gpu.admission import Admitted
 from tests.support.models.quantised import FILE
 from vllm.inflight.trainer import Publisher
-from vllm.inflight.worker.model import quantized
+from vllm.inflight.worker.model.kinds import quantized
 
 pytestmark = [
     pytest.mark.gpu,

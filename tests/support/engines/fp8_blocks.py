@@ -17,7 +17,7 @@ from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel impo
 from vllm.model_executor.utils import replace_parameter
 
 from tests.support.models.quantised import BLOCK
-from vllm.inflight.worker.model import quantized
+from vllm.inflight.worker.model.kinds import quantized
 
 KERNEL = cpu.CPUFp8BlockScaledMMKernel
 SCALE = "weight_scale_inv"

@@ -43,8 +43,8 @@ from vllm.inflight.update import Manifest
 from vllm.inflight.worker import replay_check
 from vllm.inflight.worker.memory.arena import Arena
 from vllm.inflight.worker.model import layers
+from vllm.inflight.worker.model.kinds.mla import is_derived
 from vllm.inflight.worker.model.layers import parameters
-from vllm.inflight.worker.model.mla import is_derived
 from vllm.inflight.worker.shadow.build import BuildInputs
 from vllm.inflight.worker.shadow.carry_over import copy_unsent
 from vllm.inflight.worker.shadow.parameters import mirror_parameters

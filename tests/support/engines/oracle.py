@@ -21,8 +21,8 @@ from vllm.config import CompilationMode, set_current_vllm_config
 from vllm.model_executor.model_loader import get_model_loader
 
 from vllm.inflight import ops
+from vllm.inflight.worker.model.kinds.quantized import is_quantised
 from vllm.inflight.worker.model.layers import layers, parameters
-from vllm.inflight.worker.model.quantized import is_quantised
 from vllm.inflight.worker.verify import readback
 
 

@@ -6,7 +6,7 @@ tests.support.gpu.admitting_worker.Extension`.
 
 from tests.support.engines.transport import Extension as Transport
 from tests.support.gpu.admission import Admitted
-from vllm.inflight.worker.model import quantized
+from vllm.inflight.worker.model.kinds import quantized
 
 
 class Extension(Transport):

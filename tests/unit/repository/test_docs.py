@@ -24,7 +24,7 @@ from vllm.inflight.api.server.routes import ROUTES
 from vllm.inflight.errors import BY_CODE, InflightError
 from vllm.inflight.patch import api as doors
 from vllm.inflight.update import Phase
-from vllm.inflight.worker.model.quantized import PROVED, PROVED_ON_RANKS
+from vllm.inflight.worker.model.kinds.quantized import PROVED, PROVED_ON_RANKS
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"

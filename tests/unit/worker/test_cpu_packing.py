@@ -7,7 +7,7 @@ import torch
 from vllm import _custom_ops
 
 from vllm.inflight.patch import apply_all
-from vllm.inflight.worker.model.cpu_packing import set_threads
+from vllm.inflight.worker.model.kinds.cpu_packing import set_threads
 
 pytestmark = pytest.mark.skipif(
     not _custom_ops._supports_onednn, reason="this build of vLLM packs nothing"

@@ -22,7 +22,7 @@ from tests.support.shadow_on_host import (
 from vllm.inflight.errors import WeightsMismatch
 from vllm.inflight.update import drafters
 from vllm.inflight.worker.memory.arena import Arena
-from vllm.inflight.worker.model.drafter import ModelWithDrafter, share
+from vllm.inflight.worker.model.kinds.drafter import ModelWithDrafter, share
 from vllm.inflight.worker.model.support import difference
 from vllm.inflight.worker.shadow.flip import flip_all
 from vllm.inflight.worker.shadow.parameters import mirror_parameters

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vllm.inflight.errors import ArenaTorn
-from vllm.inflight.worker.model.cpu_packing import UNPACKED
+from vllm.inflight.worker.model.kinds.cpu_packing import UNPACKED
 from vllm.inflight.worker.shadow.flip import Exchange
 
 

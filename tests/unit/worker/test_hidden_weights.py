@@ -13,8 +13,8 @@ import torch
 from vllm.config import ParallelConfig
 from vllm.model_executor.models.utils import StageMissingLayer
 
-from vllm.inflight.worker.model import quantized
-from vllm.inflight.worker.model.hidden_weights import HiddenWeights
+from vllm.inflight.worker.model.kinds import quantized
+from vllm.inflight.worker.model.kinds.hidden_weights import HiddenWeights
 
 
 def paths(model: torch.nn.Module) -> list[str]:

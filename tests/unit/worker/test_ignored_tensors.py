@@ -9,7 +9,7 @@ from vllm.model_executor.models.utils import StageMissingLayer, WeightsMapper
 from tests.support.shadow_on_host import Sets, shows, version
 from vllm.inflight.errors import WeightsMismatch
 from vllm.inflight.worker.memory.arena import Arena
-from vllm.inflight.worker.model.drafter import ModelWithDrafter
+from vllm.inflight.worker.model.kinds.drafter import ModelWithDrafter
 from vllm.inflight.worker.verify.ignored_tensors import IgnoredTensors
 
 

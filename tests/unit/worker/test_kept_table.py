@@ -11,7 +11,7 @@ from vllm.model_executor.model_loader.reload import record_metadata_for_reloadin
 from tests.support.shadow_on_host import shadow_of
 from vllm.inflight import upstream
 from vllm.inflight.worker.delta.destinations import Destinations
-from vllm.inflight.worker.model import quantized
+from vllm.inflight.worker.model.kinds import quantized
 from vllm.inflight.worker.replay_plan import Plan, located
 from vllm.inflight.worker.shadow.parameters import (
     make_copy,

@@ -9,7 +9,7 @@ from vllm.model_executor.utils import replace_parameter
 
 from vllm.inflight.releases.table import holds
 from vllm.inflight.worker.memory.arena import Arena
-from vllm.inflight.worker.model import mla
+from vllm.inflight.worker.model.kinds import mla
 from vllm.inflight.worker.model.support import difference
 from vllm.inflight.worker.shadow.flip import Exchange
 from vllm.inflight.worker.shadow.parameters import mirror_parameters

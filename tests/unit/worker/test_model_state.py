@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from vllm.inflight.attached import ATTRIBUTE
-from vllm.inflight.worker.model.hidden_weights import HiddenWeights
+from vllm.inflight.worker.model.kinds.hidden_weights import HiddenWeights
 from vllm.inflight.worker.model_state import ModelState, recall
 from vllm.inflight.worker.shadow import build, parameters
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel, shadow_of

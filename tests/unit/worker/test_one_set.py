@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from vllm.inflight.worker.model import support
-from vllm.inflight.worker.model.hidden_weights import PACKED
+from vllm.inflight.worker.model.kinds.hidden_weights import PACKED
 from vllm.inflight.worker.model.one_set import one_set_obstacle
 
 

@@ -13,7 +13,7 @@ from vllm.inflight.errors import Cancelled, WeightsMismatch
 from vllm.inflight.patch.reload import _noted_when_aside
 from vllm.inflight.patch.worker import _load_straight
 from vllm.inflight.worker.memory.arena import Arena
-from vllm.inflight.worker.model.quantized import (
+from vllm.inflight.worker.model.kinds.quantized import (
     PROVED,
     quantized_obstacle,
     require_same_numbers,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
 
-from vllm.inflight.worker.model.hidden_weights import PACKED
+from vllm.inflight.worker.model.kinds.hidden_weights import PACKED
 from vllm.inflight.worker.verify.readback import content, rows
 
 

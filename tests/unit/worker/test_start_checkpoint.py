@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from vllm.inflight.ops import gpu_digest
-from vllm.inflight.worker.model import quantized, support
+from vllm.inflight.worker.model import support
+from vllm.inflight.worker.model.kinds import quantized
 from vllm.inflight.worker.shadow import parameters
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.verify.start_checkpoint import StartCheckpoint

@@ -10,7 +10,8 @@ from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fusion.mm_input_norm import FusedMMInputNorm
 
 from tests.e2e.test_models import CONFIG
-from vllm.inflight.worker.model import layers, mla, support
+from vllm.inflight.worker.model import layers, support
+from vllm.inflight.worker.model.kinds import mla
 
 
 def reason(layer: torch.nn.Module, **config: object) -> str | None:

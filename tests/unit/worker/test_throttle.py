@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.worker.model import cpu_packing
+from vllm.inflight.worker.model.kinds import cpu_packing
 from vllm.inflight.worker.staging import throttle as paces
 from vllm.inflight.worker.staging.throttle import (
     BREAK_S,

@@ -89,7 +89,7 @@ def _unless_calling(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _for_the_same_threads(original: Callable[..., Any]) -> Callable[..., Any]:
     def create(*args: object, **kwargs: object) -> Any:
-        from vllm.inflight.worker.model.cpu_packing import as_at_first
+        from vllm.inflight.worker.model.kinds.cpu_packing import as_at_first
 
         with as_at_first():
             return original(*args, **kwargs)
@@ -243,7 +243,7 @@ def _shutdown(original: Callable[..., Any]) -> Callable[..., Any]:
         if stager is not None and self.device.type == "cuda":
             from vllm.inflight.transport.collective.nccl import still_writes
             from vllm.inflight.worker.memory.placement import release
-            from vllm.inflight.worker.model.drafter import trees
+            from vllm.inflight.worker.model.kinds.drafter import trees
 
             if stager.is_busy or still_writes():
                 return  # memory that is still written is freed with the process

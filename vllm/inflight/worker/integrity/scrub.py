@@ -28,8 +28,8 @@ from vllm.inflight import ops, upstream
 from vllm.inflight.errors import EngineFault
 from vllm.inflight.ops.arriving import to_host
 from vllm.inflight.ops.reference import page_key, row_major
-from vllm.inflight.worker.model import moe
-from vllm.inflight.worker.model.hidden_weights import PACKED
+from vllm.inflight.worker.model.kinds import moe
+from vllm.inflight.worker.model.kinds.hidden_weights import PACKED
 from vllm.inflight.worker.model.layers import parameters
 from vllm.inflight.worker.replay_plan import Entry, View, are_apart, span
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel

@@ -36,10 +36,10 @@ from vllm.inflight.update import DRAFT, WEIGHTS
 from vllm.inflight.worker.adopted_call import is_of_method, rejected
 from vllm.inflight.worker.integrity import fingerprint
 from vllm.inflight.worker.model import layerwise_reload, registrations
-from vllm.inflight.worker.model.drafter import served_by, trees
+from vllm.inflight.worker.model.kinds.drafter import served_by, trees
+from vllm.inflight.worker.model.kinds.mla import is_derived
+from vllm.inflight.worker.model.kinds.quantized import has_cache_scales
 from vllm.inflight.worker.model.layers import layers, parameters, parameters_by_name
-from vllm.inflight.worker.model.mla import is_derived
-from vllm.inflight.worker.model.quantized import has_cache_scales
 from vllm.inflight.worker.model_state import ModelState, recall
 from vllm.inflight.worker.status_board import StatusBoard
 from vllm.inflight.worker.worker_state import Adopter

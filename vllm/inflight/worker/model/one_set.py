@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from vllm.inflight import upstream
-from vllm.inflight.worker.model import classifier, mla, moe, quantized
+from vllm.inflight.worker.model.kinds import classifier, mla, moe, quantized
 from vllm.inflight.worker.model.layers import layers
 
 

@@ -16,15 +16,9 @@ from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import ConfigError
 from vllm.inflight.transport import base as transport
-from vllm.inflight.worker.model import (
-    classifier,
-    direct_writes,
-    mla,
-    moe,
-    parallelism,
-    quantized,
-)
-from vllm.inflight.worker.model.hidden_weights import (
+from vllm.inflight.worker.model import direct_writes, parallelism
+from vllm.inflight.worker.model.kinds import classifier, mla, moe, quantized
+from vllm.inflight.worker.model.kinds.hidden_weights import (
     IMPLEMENTATION,
     HiddenWeights,
     is_packed,

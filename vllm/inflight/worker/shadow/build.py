@@ -13,8 +13,8 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.worker.model import layer_registries
-from vllm.inflight.worker.model.classifier import drop_left_out
-from vllm.inflight.worker.model.drafter import ModelWithDrafter, share, trees
+from vllm.inflight.worker.model.kinds.classifier import drop_left_out
+from vllm.inflight.worker.model.kinds.drafter import ModelWithDrafter, share, trees
 from vllm.inflight.worker.model.layers import adopt_buffers, layers
 from vllm.inflight.worker.model_state import ModelState, recall
 

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from vllm.inflight.worker.model.cpu_packing import UNPACKED
-from vllm.inflight.worker.model.hidden_weights import PACKED
+from vllm.inflight.worker.model.kinds.cpu_packing import UNPACKED
+from vllm.inflight.worker.model.kinds.hidden_weights import PACKED
+from vllm.inflight.worker.model.kinds.quantized import kept
 from vllm.inflight.worker.model.layers import layers, parameters_by_name
-from vllm.inflight.worker.model.quantized import kept
 from vllm.inflight.worker.shadow.parameters import is_mirrored
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 

@@ -23,9 +23,10 @@ import torch
 
 from vllm.inflight.errors import ArenaTorn
 from vllm.inflight.worker.memory.arena import Arena
-from vllm.inflight.worker.model import cpu_packing, quantized, registrations
-from vllm.inflight.worker.model.cpu_packing import UNPACKED
-from vllm.inflight.worker.model.hidden_weights import PACKED
+from vllm.inflight.worker.model import registrations
+from vllm.inflight.worker.model.kinds import cpu_packing, quantized
+from vllm.inflight.worker.model.kinds.cpu_packing import UNPACKED
+from vllm.inflight.worker.model.kinds.hidden_weights import PACKED
 from vllm.inflight.worker.model.layers import (
     layers,
     parameters,

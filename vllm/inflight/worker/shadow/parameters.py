@@ -15,12 +15,12 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.worker.model import registrations
-from vllm.inflight.worker.model.layers import layers
-from vllm.inflight.worker.model.quantized import (
+from vllm.inflight.worker.model.kinds.quantized import (
     is_processed,
     is_quantised,
     quantised_layers,
 )
+from vllm.inflight.worker.model.layers import layers
 from vllm.inflight.worker.model_state import ModelState, recall
 
 Make = Callable[[torch.Tensor], torch.Tensor]

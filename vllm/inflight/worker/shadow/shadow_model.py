@@ -35,9 +35,14 @@ from vllm.inflight.transport.buckets.reassembly import Destination
 from vllm.inflight.transport.host_threads import num_threads
 from vllm.inflight.worker.memory.arena import Arena
 from vllm.inflight.worker.memory.placement import placement_of
-from vllm.inflight.worker.model import layerwise_reload, mla, moe, quantized, support
-from vllm.inflight.worker.model.classifier import Classifier, loader_of, tensor_names
-from vllm.inflight.worker.model.drafter import (
+from vllm.inflight.worker.model import layerwise_reload, support
+from vllm.inflight.worker.model.kinds import mla, moe, quantized
+from vllm.inflight.worker.model.kinds.classifier import (
+    Classifier,
+    loader_of,
+    tensor_names,
+)
+from vllm.inflight.worker.model.kinds.drafter import (
     ModelWithDrafter,
     drafter_of,
     has_mtp,

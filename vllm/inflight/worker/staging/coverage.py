@@ -26,7 +26,7 @@ from vllm.inflight.worker.adopted_call import (
     rejected,
 )
 from vllm.inflight.worker.model import direct_writes, layerwise_reload
-from vllm.inflight.worker.model.quantized import is_quantised
+from vllm.inflight.worker.model.kinds.quantized import is_quantised
 from vllm.inflight.worker.replay_plan import Entry, RecordedWrites, View, are_apart
 from vllm.inflight.worker.staging.rounding import HOST, as_fresh
 from vllm.inflight.worker.verify.checks import REPEATED

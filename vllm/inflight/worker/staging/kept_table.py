@@ -27,7 +27,8 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.ops.reference import row_major
-from vllm.inflight.worker.model import layerwise_reload, quantized
+from vllm.inflight.worker.model import layerwise_reload
+from vllm.inflight.worker.model.kinds import quantized
 from vllm.inflight.worker.model.layers import layers
 from vllm.inflight.worker.replay_check import (
     PIECE,

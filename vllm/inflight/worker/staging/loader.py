@@ -45,7 +45,7 @@ from vllm.inflight.worker.delta.fill import fill
 from vllm.inflight.worker.delta.whole_tensors import DeltaTensors
 from vllm.inflight.worker.delta.writer import DeltaWriter
 from vllm.inflight.worker.integrity.scrub import Digests, digests_of
-from vllm.inflight.worker.model.classifier import SCORE
+from vllm.inflight.worker.model.kinds.classifier import SCORE
 from vllm.inflight.worker.model.layers import parameters_by_name
 from vllm.inflight.worker.replay_plan import Entry, replay
 from vllm.inflight.worker.shadow.parameters import make_empty

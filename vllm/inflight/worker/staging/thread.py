@@ -40,7 +40,7 @@ from vllm.inflight.transport.collective.nccl import still_writes
 from vllm.inflight.transport.files.receiver_engine import LocalUpdateInfo
 from vllm.inflight.transport.rank_numbers import own_entry, worker_index
 from vllm.inflight.update import Manifest
-from vllm.inflight.worker.model.quantized import require_same_numbers
+from vllm.inflight.worker.model.kinds.quantized import require_same_numbers
 from vllm.inflight.worker.shadow.carry_over import copy_unsent, layer_siblings, retie
 from vllm.inflight.worker.shadow.change_log import Keeping
 from vllm.inflight.worker.staging.adopted.door import Door

@@ -23,7 +23,7 @@ import torch
 
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.packed import SLICE_S
-from vllm.inflight.worker.model.cpu_packing import set_threads
+from vllm.inflight.worker.model.kinds.cpu_packing import set_threads
 from vllm.inflight.worker.step_tracker import StepTracker
 
 LONGEST_REST_S = 0.25

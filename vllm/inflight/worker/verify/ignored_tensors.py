@@ -16,9 +16,9 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.update import DRAFT
-from vllm.inflight.worker.model import quantized
-from vllm.inflight.worker.model.classifier import Classifier
-from vllm.inflight.worker.model.drafter import ModelWithDrafter, trees
+from vllm.inflight.worker.model.kinds import quantized
+from vllm.inflight.worker.model.kinds.classifier import Classifier
+from vllm.inflight.worker.model.kinds.drafter import ModelWithDrafter, trees
 from vllm.inflight.worker.model.layers import parameters
 
 ROTARY: tuple[str, ...] = (".rotary_emb.inv_freq",)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from vllm.inflight.update import DRAFT
-from vllm.inflight.worker.model.classifier import Classifier, tensor_names
-from vllm.inflight.worker.model.drafter import ModelWithDrafter
+from vllm.inflight.worker.model.kinds.classifier import Classifier, tensor_names
+from vllm.inflight.worker.model.kinds.drafter import ModelWithDrafter
 from vllm.inflight.worker.verify.start_checkpoint import StartCheckpoint
 from vllm.inflight.yielding import with_breaks
 

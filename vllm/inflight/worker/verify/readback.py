@@ -20,14 +20,14 @@ from vllm.inflight.ops.gpu_digest import GpuDigest
 from vllm.inflight.tensor_names import checkpoint_names
 from vllm.inflight.transport.rank_numbers import rank_in_engine
 from vllm.inflight.update import DRAFT
-from vllm.inflight.worker.model.cpu_packing import UNPACKED
-from vllm.inflight.worker.model.drafter import sent_names, served_by
-from vllm.inflight.worker.model.hidden_weights import PACKED
+from vllm.inflight.worker.model.kinds.cpu_packing import UNPACKED
+from vllm.inflight.worker.model.kinds.drafter import sent_names, served_by
+from vllm.inflight.worker.model.kinds.hidden_weights import PACKED
+from vllm.inflight.worker.model.kinds.mla import is_derived
+from vllm.inflight.worker.model.kinds.moe import expert_checkpoint_names as expert_names
+from vllm.inflight.worker.model.kinds.moe import is_experts
+from vllm.inflight.worker.model.kinds.quantized import is_quantised
 from vllm.inflight.worker.model.layers import layers, parameters
-from vllm.inflight.worker.model.mla import is_derived
-from vllm.inflight.worker.model.moe import expert_checkpoint_names as expert_names
-from vllm.inflight.worker.model.moe import is_experts
-from vllm.inflight.worker.model.quantized import is_quantised
 from vllm.inflight.worker.verify.checks import REPEATED
 from vllm.inflight.worker.worker_state import WorkerState
 

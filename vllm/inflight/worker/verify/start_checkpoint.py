@@ -30,7 +30,7 @@ from vllm.inflight.errors import Malformed
 from vllm.inflight.tensor_names import Known
 from vllm.inflight.transport.files.safetensors_files import TensorFiles
 from vllm.inflight.update import DRAFT
-from vllm.inflight.worker.model.drafter import has_mtp
+from vllm.inflight.worker.model.kinds.drafter import has_mtp
 from vllm.inflight.yielding import with_breaks
 
 Shape = tuple[int, ...]

@@ -36,7 +36,7 @@ from vllm.inflight.worker.adopted_call import (
     running,
 )
 from vllm.inflight.worker.integrity.outside_writes import SOURCE
-from vllm.inflight.worker.model.drafter import ModelWithDrafter
+from vllm.inflight.worker.model.kinds.drafter import ModelWithDrafter
 from vllm.inflight.worker.staging.adopted.door import Door, default_device
 from vllm.inflight.worker.staging.adopted.guard import Guard, follow_threads
 

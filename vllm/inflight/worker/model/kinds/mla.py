@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from vllm.inflight import upstream
-from vllm.inflight.worker.model import quantized
+from vllm.inflight.worker.model.kinds import quantized
 from vllm.inflight.worker.model.layers import layers
 
 HALVES = ("W_UV", "W_UK_T")

@@ -20,8 +20,8 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.attached import ATTRIBUTE
-from vllm.inflight.worker.model import quantized
-from vllm.inflight.worker.model.cpu_packing import UNPACKED
+from vllm.inflight.worker.model.kinds import quantized
+from vllm.inflight.worker.model.kinds.cpu_packing import UNPACKED
 from vllm.inflight.worker.model.layers import buffer_names, layers
 
 PACKED = "cpu_linear"

@@ -23,7 +23,7 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.errors import CAUSES, Cause, WeightsMismatch
-from vllm.inflight.worker.model import moe
+from vllm.inflight.worker.model.kinds import moe
 from vllm.inflight.worker.model.layers import layers
 
 PROVED: dict[str, set[tuple[str, str]]] = {

@@ -16,7 +16,7 @@ import torch
 from vllm.inflight import tensor_names as names
 from vllm.inflight import upstream
 from vllm.inflight.worker.model import direct_writes
-from vllm.inflight.worker.model.drafter import sent_names
+from vllm.inflight.worker.model.kinds.drafter import sent_names
 
 PACKED_ONCE = "CPU"
 """The kernels that upstream packs weights for at their first load only."""

@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 
 from vllm.inflight import upstream
-from vllm.inflight.worker.model import moe
+from vllm.inflight.worker.model.kinds import moe
 
 HEAD = "lm_head.weight"
 SCORE = "score.weight"

@@ -1,0 +1,1 @@
+"""Kinds of models and layers that are updated in a way of their own."""
