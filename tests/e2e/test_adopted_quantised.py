@@ -5,10 +5,12 @@ come: kernels also need its scales. So a method reads nothing of the version bef
 writes no parameter of a quantised layer itself, as prime-rl's quantised transfer does.
 """
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from vllm.v1.engine.core import EngineCore
 
 from tests.e2e.test_adopted_direct_writes import (  # noqa: F401 (a fixture)
     EXTENSION,
@@ -19,7 +21,10 @@ from tests.e2e.test_adoption import served, tensors_of
 from tests.support.engines.bare_core import answers, publish
 from tests.support.frameworks.core import extended_core
 from tests.support.frameworks.direct import ATTENTION_OUT, TENSORS
+from vllm.inflight.engine.controller import Controller
 from vllm.inflight.errors import InflightError
+
+VERL = "tests.support.frameworks.buckets.Verl"
 
 pytestmark = pytest.mark.engine
 
@@ -68,3 +73,21 @@ def test_a_write_in_kernel_format_into_a_quantised_layer_is_rejected_by_name(
         publish(core, new, "new again")
         assert answers(core, "at last") == wanted != said
     TENSORS.clear()
+
+
+def test_load_steps_of_another_release_are_not_executed_on_a_quantised_shadow(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """verl's functions that prepare layers would be executed on the shadow model."""
+    monkeypatch.setitem(sys.modules, "verl", None)  # it cannot be imported
+    folder = checkpoint(0, "fp8-channel", family="qwen2", hidden=256)
+
+    def obstacles(core: EngineCore) -> list[str | None]:
+        adoption = Controller.of(core).adoption
+        return [adoption._standing_obstacle(row) for row in adoption.rows]
+
+    with extended_core(folder, VERL) as core:
+        (why,) = obstacles(core)
+        assert why is not None and "by other functions than verl.utils" in why
+    with extended_core(checkpoint(0, family="qwen2"), VERL) as core:
+        assert obstacles(core) == [None]

@@ -49,8 +49,10 @@ def is_torn(sent: Collection[str], unsent: Collection[str]) -> bool:
     """Whether a part of a model was sent in part, or no layer at all.
 
     A part is a stack of layers with all that lies beside it, as an embedding does. What
-    a trainer leaves alone, such as a vision tower, is a part of its own. Names are
-    those of parameters.
+    a trainer leaves alone, such as a vision tower, is a part of its own. A kind of
+    parameter that no layer of a stack was sent of is left out on purpose: whoever
+    missed the beginning lacks some layers. An embedding that lies further up than its
+    layers is not seen to belong to them. Names are those of parameters.
     """
     stacks, lacking = (
         {root for name in names if (root := _root(name)) is not None}
@@ -59,14 +61,28 @@ def is_torn(sent: Collection[str], unsent: Collection[str]) -> bool:
     if lacking and not stacks:
         return True
     roots = stacks | lacking
-    begun, due = ({_part(name, roots) for name in names} for names in (sent, unsent))
-    return not roots.isdisjoint(begun & due)
+    kinds = {_LAYER.sub("#", name) for name in sent}
+    num_unsent = Counter(_LAYER.sub("#", name) for name in unsent)
+    begun = {_part(name, roots) for name in sent} - {None}
+    for name in unsent:
+        kind = _LAYER.sub("#", name)
+        # One layer may have kinds of its own.
+        is_left_out = kind not in kinds and num_unsent[kind] > 1
+        if _part(name, roots) in begun and not (is_left_out and _root(name) in stacks):
+            return True
+    return False
 
 
 def _root(name: str) -> str | None:
-    """What holds the stack of a layer: `model` of `model.layers.0.norm.weight`."""
+    """What holds the stack of a layer: `model` of `model.layers.0.norm.weight`.
+
+    `projector.0.weight` is no layer: nothing but parameters is in it.
+    """
     found = _LAYER.search(name)
-    return None if found is None else name[: found.start() - 1].rpartition(".")[0]
+    if found is None:
+        return None
+    stack, within = name[: found.start() - 1], name[found.end() + 1 :]
+    return stack.rpartition(".")[0] if "." in stack or "." in within else None
 
 
 def _part(name: str, roots: Collection[str]) -> str | None:

@@ -18,7 +18,7 @@ from tests.support.simulated.core import (
     stage_weights,
 )
 from tests.support.simulated.graph import Queued
-from vllm.inflight.engine.scheduling import kv_connectors
+from vllm.inflight.engine.scheduling import encoder_cache, kv_connectors
 
 
 def label_of(core: EngineCore, wrote: dict[int, str]) -> Any:
@@ -155,6 +155,25 @@ def test_a_write_outside_of_any_call_is_detected_before_the_next_step(
     streams.run()
     assert_told_truly(core, streams, ["default", label].__getitem__)
     assert all(set(s.kv) == {1} for s in worker.sampled["comes"])
+
+
+def test_a_write_is_followed_by_all_that_it_takes_if_one_step_of_it_fails(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a connector would give KV of the weights before to every later request."""
+    dropped: list[object] = []
+    monkeypatch.setattr(kv_connectors, "drop", lambda *of: dropped.append(of))
+
+    def fails(core: EngineCore) -> None:
+        raise RuntimeError("of a test")
+
+    monkeypatch.setattr(encoder_cache, "see_again", fails)
+    add(core, "runs", prompt(1), max_tokens=60)
+    streams = Streams(core).step(9)
+    core.collective_rpc("tests_write", args=(1,))
+    assert dropped
+    label = call(core, "info")["weight_version"]
+    assert_told_truly(core, streams.run(), {0: "default", 1: label}.__getitem__)
 
 
 def test_a_look_that_fails_before_a_step_holds_and_does_not_end_the_engine(

@@ -321,3 +321,26 @@ def test_vllm_serve_shows_the_group():
     assert "--inflight-admin-key" in done.stdout
     # What a knob is when it is not given stands in its help, once.
     assert "(default: None)" not in done.stdout
+
+
+def test_upstream_knows_the_environment_variables_of_this_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`--fail-on-environ-validation` rejects those that it does not know."""
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    apply_all()
+    validate = (
+        current_platform.validate_environ
+        if hasattr(current_platform, "validate_environ")
+        else envs.validate_environ
+    )
+    known = set(envs.environment_variables)
+    for name in (CONFIG_ENV, ADMIN_KEY_ENV):
+        monkeypatch.setenv(name, "{}")
+    validate(True)
+    monkeypatch.setenv("VLLM_MISSPELT", "1")
+    with pytest.raises(ValueError, match="VLLM_MISSPELT"):
+        validate(True)
+    assert set(envs.environment_variables) == known  # caches are named after all

@@ -51,8 +51,8 @@ def test_a_fused_parameter_is_filled_by_its_shards_in_order():
         ("m.norm head", "m.layers.0.q m.embed", True),
         ("head", "m.layers.0.q m.embed m.norm", True),
         ("m.layers.0.experts.1.w", "m.layers.0.experts.0.w", True),
-        ("h.1.q wte", "h.0.q", True),
-        ("h.0.q", "wte", True),
+        ("h.1.a.q wte", "h.0.a.q", True),
+        ("h.0.a.q", "wte", True),
         ("m.layers.0.q v.blocks.1.q", "v.blocks.0.q v.patch", True),
         ("l.m.layers.0.q", "v.blocks.0.q v.patch l.m.embed", True),
         ("m.layers.0.q m.norm", "v.blocks.0.q v.patch v.merger.mlp.0.w", False),
@@ -60,6 +60,16 @@ def test_a_fused_parameter_is_filled_by_its_shards_in_order():
         ("m.layers.0.q m.norm", "head", False),
         ("m.norm", "head", False),
         ("m.norm", "", False),
+        # A kind that no layer was sent of, as of buffers that a trainer has not.
+        ("m.layers.0.q m.layers.1.q m.embed", "m.layers.0.b m.layers.1.b", False),
+        ("m.layers.0.q m.layers.1.q", "m.layers.0.b m.layers.1.b m.embed", True),
+        ("m.layers.1.a.q m.layers.2.a.q", "m.layers.0.dense.q", True),
+        (
+            "l.m.layers.0.q l.head",
+            "v.e.layers.0.q v.embed p.0.weight p.1.weight",
+            False,
+        ),
+        ("l.m.layers.0.q l.head p.0.w", "v.e.layers.0.q v.embed", False),
     ],
 )
 def test_a_version_is_torn_if_a_part_of_the_model_or_each_layer_lacks_tensors(

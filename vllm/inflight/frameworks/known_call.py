@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib import import_module
 from inspect import Parameter
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 from vllm.inflight.errors import EngineFault
@@ -166,6 +167,22 @@ class KnownWrite:
 
 UNKNOWN = KnownWrite()
 """Of a call that the table does not have."""
+
+
+def located(step: str) -> tuple[ModuleType, str] | None:
+    """The module of one of `KnownCall.load_steps`, and the function's name in it.
+
+    Returns:
+        None: this release of the framework has no such function, or its module cannot
+        be imported.
+
+    """
+    module, _, name = step.partition(":")
+    try:
+        found = import_module(module)
+    except Exception:  # of the framework
+        return None
+    return (found, name) if callable(getattr(found, name, None)) else None
 
 
 def methods_of(worker: type, calls: Iterable[KnownCall]) -> dict[str, list[str]]:

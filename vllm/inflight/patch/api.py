@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
+from unittest import mock
 
 from fastapi import FastAPI
 
@@ -25,6 +26,8 @@ from vllm.inflight.patch.records.record import Original, Patch
 
 SERVERS = ("API_SERVER", "OPENAI_API_SERVER")
 """Names of upstream's `UsageContext` for the engine of a server."""
+OURS = "VLLM_INFLIGHT_"
+"""Begin of the names of environment variables of this package."""
 FENCE = "--inflight-allowed-paths"
 """Part of every error message about a path outside of the allowed folders."""
 
@@ -58,6 +61,19 @@ def _checked(original: Original) -> Any:
         return original(self, *args, **kwargs)
 
     return create_engine_config
+
+
+def _knows_ours(original: Original) -> Any:
+    def validate_environ(*args: object, **kwargs: object) -> None:
+        from vllm import envs
+
+        # Only now: upstream makes keys of its caches from all that it knows.
+        known = envs.environment_variables
+        ours = {name: lambda: None for name in os.environ if name.startswith(OURS)}
+        with mock.patch.dict(known, ours):
+            original(*args, **kwargs)
+
+    return validate_environ
 
 
 def _with_routes(original: Original) -> Any:
@@ -246,6 +262,22 @@ PATCHES = [
         why="an invalid option is rejected before the engine starts",
         remove_when="upstream lets plugins check their configuration",
         around=_checked,
+    ),
+    Patch(
+        target="vllm.platforms.interface:Platform.validate_environ",
+        expects=("cls", "hard_fail"),
+        why="the environment variables of vllm-inflight are not unknown",
+        remove_when="upstream lets plugins name environment variables",
+        around=_knows_ours,
+        since="0.31.0",
+    ),
+    Patch(
+        target="vllm.envs:validate_environ",
+        expects=("hard_fail",),
+        why="the environment variables of vllm-inflight are not unknown",
+        remove_when="0.31 is the oldest supported release",
+        around=_knows_ours,
+        before="0.31.0",
     ),
     Patch(
         target="vllm.plugins:load_endpoint_plugins",

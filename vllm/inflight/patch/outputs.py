@@ -260,8 +260,9 @@ def _error_of(
 ) -> upstream.RequestError | None:
     """Why a pooling request has ended without a result; None if it has one."""
     if finish_reason == upstream.FinishReason.ABORT:
+        why = f": {stop_reason}" if stop_reason else ""
         return upstream.RequestError(
-            "aborted", "the request was aborted; send it again", retryable=True
+            "aborted", f"the request was aborted; send it again{why}", retryable=True
         )
     if finish_reason == upstream.FinishReason.ERROR:
         return upstream.RequestError("failed", f"{stop_reason or 'the request failed'}")

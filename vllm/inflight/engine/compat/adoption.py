@@ -383,6 +383,13 @@ class Adoption:
             return "the engine drafts with MTP layers, which the method may also write"
         if self._is_quantised and not row.takes_quantised:
             return "the model is quantised, and the method prepares its layers itself"
+        if self._is_quantised and (
+            missing := ranks.missing_load_steps.intersection(row.load_steps)
+        ):
+            return (
+                "the model is quantised, and the method prepares its layers by other "
+                f"functions than {', '.join(sorted(missing))}"
+            )
         if row.is_alone and self._controller.num_ranks > 1:
             return "the method uses the groups of the ranks that decode"
         return None

@@ -440,22 +440,33 @@ class OutsideWrites:
                 "mix two versions; call pause_generation before such a call",
                 name,
             )
-        try:
-            self._compute_again(name)
-            kv_connectors.drop(core.scheduler, core.batch_queue)
-        except Exception as refusal:
-            # It is too late to reject the write.
-            logger.error("requests may use KV of the weights before: %s", refusal)
+        # It is too late to reject the write. What fails keeps nothing else from it.
+        steps = self._compute_again, self._see_again, self._flush, self._drop_stored
+        for step in steps:
+            try:
+                step(f"{name} has written into the live weights")
+            except Exception as fault:
+                logger.error("requests may use KV of the weights before: %s", fault)
 
-    def _compute_again(self, name: str) -> None:
+    def _compute_again(self, why: str) -> None:
         """Treat requests as a commit does, but abort those that would reject it."""
-        controller, scheduler = self._controller, self._core.scheduler
-        why = f"{name} has written into the live weights"
-        if kv_connectors.default_mode(scheduler) == PauseMode.RETRACT:
-            controller.pauses.retract_or_abort(why)
-        abort_stuck(controller, encoder_cache.unretractable(scheduler), why)
+        if kv_connectors.default_mode(self._core.scheduler) == PauseMode.RETRACT:
+            self._controller.pauses.retract_or_abort(why)
+
+    def _see_again(self, why: str) -> None:
+        """Drop the encoder outputs, and treat the requests that read them."""
+        controller = self._controller
+        stuck = encoder_cache.unretractable(self._core.scheduler)
+        controller.counts.treated(abort_stuck(controller, stuck, why))
         encoder_cache.see_again(self._core)
-        controller.pauses.treat(PauseMode.IN_PLACE)
+
+    def _flush(self, why: str) -> None:
+        """Flush the prefix cache if an absorbed pause is to do so."""
+        self._controller.pauses.treat(PauseMode.IN_PLACE)
+
+    def _drop_stored(self, why: str) -> None:
+        """Drop what a connector has stored under keys that know no version."""
+        kv_connectors.drop(self._core.scheduler, self._core.batch_queue)
 
     def _acknowledge(self, name: str) -> None:
         """Make the ranks forget the digests and samples of their live weights."""

@@ -115,6 +115,9 @@ class Ranks:
         found = self.overwrite("methods") if self._has_tripwires else [None]
         self.methods: dict[str, list[str]] = found[0] or {}
         """Methods of the workers that known calls name → their parameters."""
+        missing = self.overwrite("missing_load_steps") if self.methods else []
+        self.missing_load_steps = {step for steps in missing for step in steps or ()}
+        """Those of `KnownCall.load_steps` that a rank could not find."""
         if has_drafter or self.has_mtp:
             reasons.append(lagging_drafter(kind, num_ranks))
         self.reason = next(filter(None, [self.reason, *reasons]), None)

@@ -15,8 +15,8 @@ import torch
 
 from vllm.inflight import upstream
 from vllm.inflight.errors import UpdateBusy, WrongPhase
-from vllm.inflight.frameworks.known_call import methods_of
-from vllm.inflight.frameworks.table import known_calls
+from vllm.inflight.frameworks.known_call import located, methods_of
+from vllm.inflight.frameworks.table import known_calls, matched
 from vllm.inflight.update import WEIGHTS
 from vllm.inflight.worker.integrity.tripwire import WriteReport, tripwire_of
 from vllm.inflight.worker.lora import kept
@@ -169,6 +169,18 @@ def methods(worker: upstream.WorkerBase) -> dict[str, list[str]]:
     return methods_of(type(worker), known_calls())
 
 
+def missing_load_steps(worker: upstream.WorkerBase) -> list[str]:
+    """The load steps of known calls of the worker that its framework does not have.
+
+    They matter for a quantised model alone, and to look for them imports the framework.
+    """
+    if not worker.vllm_config.model_config.is_quantized:
+        return []
+    rows = matched(methods(worker))
+    steps = {step for row in rows for step in row.load_steps}
+    return sorted(step for step in steps if located(step) is None)
+
+
 def arm(worker: upstream.WorkerBase) -> None:
     """See `Tripwire.arm`."""
     if (tripwire := tripwire_of_worker(worker)) is not None:
@@ -258,6 +270,7 @@ MOVES: dict[str, Callable[..., Any]] = {
     "adopt_loads": adopt_loads,
     "announce_loads": announce_loads,
     "methods": methods,
+    "missing_load_steps": missing_load_steps,
     "arm": arm,
     "look": look,
     "overwritten": overwritten,

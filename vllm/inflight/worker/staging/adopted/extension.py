@@ -19,15 +19,14 @@ import functools
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from importlib import import_module
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from vllm.inflight import messages, upstream
 from vllm.inflight.errors import EngineFault, InflightError
-from vllm.inflight.frameworks.known_call import methods_of
+from vllm.inflight.frameworks.known_call import located, methods_of
 from vllm.inflight.frameworks.table import known_calls, matched
 from vllm.inflight.transport.base import StagedEngine
 from vllm.inflight.worker.adopted_call import (
@@ -58,11 +57,9 @@ def _make_calm() -> None:
 @functools.cache
 def _make_void(step: str) -> None:
     """Let a function that prepares or processes layers do nothing in such a thread."""
-    name, _, function = step.partition(":")
-    with suppress(ImportError):  # another release of the framework
-        module = import_module(name)
-        if (original := getattr(module, function, None)) is not None:
-            setattr(module, function, _unless_calling(original, None))
+    if (found := located(step)) is not None:
+        module, name = found
+        setattr(module, name, _unless_calling(getattr(module, name), None))
 
 
 def _unless_calling(original: Callable[..., Any], nothing: object) -> Any:
