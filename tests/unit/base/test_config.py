@@ -331,11 +331,7 @@ def test_upstream_knows_the_environment_variables_of_this_package(
     from vllm.platforms import current_platform
 
     apply_all()
-    validate = (
-        current_platform.validate_environ
-        if hasattr(current_platform, "validate_environ")
-        else envs.validate_environ
-    )
+    validate = vars(envs).get("validate_environ") or current_platform.validate_environ
     known = set(envs.environment_variables)
     for name in (CONFIG_ENV, ADMIN_KEY_ENV):
         monkeypatch.setenv(name, "{}")
