@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from vllm.inflight.delta import Encoder, Part, apply, decode
-from vllm.inflight.delta.decode import DecodedPart
+from vllm.inflight.delta.decoded import DecodedPart
 
 SHARES = (0.0001, 0.001, 0.01, 0.03, 0.1, 0.25, 1.0)
 

@@ -18,7 +18,7 @@ from tests.support.triton_compiler import compile_for_gpu, compiles
 from tests.support.triton_interpreter import succeeds
 from vllm.inflight import delta, ops
 from vllm.inflight.delta import reference
-from vllm.inflight.delta.decode import DecodedPart, Groups
+from vllm.inflight.delta.decoded import DecodedPart, Groups
 from vllm.inflight.delta.encode import VALUES
 from vllm.inflight.errors import Conflict, Malformed
 

@@ -19,7 +19,8 @@ from tests.support.deltas import (
 )
 from tests.support.triton_interpreter import succeeds
 from vllm.inflight.delta import Encoder, Part, application, encode
-from vllm.inflight.delta.decode import DecodedPart, decode
+from vllm.inflight.delta.decode import decode
+from vllm.inflight.delta.decoded import DecodedPart
 from vllm.inflight.delta.device_decode import Launches
 from vllm.inflight.delta.encode import Search
 from vllm.inflight.errors import Malformed

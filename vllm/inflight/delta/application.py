@@ -8,13 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from vllm.inflight.delta.decode import (
-    DecodedPart,
-    apply,
-    decode,
-    decode_unproved,
-    require_sound,
-)
+from vllm.inflight.delta.decode import apply, decode, decode_unproved, require_sound
+from vllm.inflight.delta.decoded import DecodedPart
 from vllm.inflight.delta.device_decode import Launches, Table
 from vllm.inflight.delta.part import Part
 

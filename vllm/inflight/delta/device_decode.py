@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from vllm.inflight.delta import reference
+from vllm.inflight.delta.decoded import DecodedPart
 from vllm.inflight.delta.part import CHUNK_CODES, OFFSETS, Part, PlaceForm, Rows
 from vllm.inflight.ops.arriving import to_host
-
-if TYPE_CHECKING:
-    from vllm.inflight.delta.decode import DecodedPart
 
 Table = NDArray[np.int64]
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm.inflight.delta.decode import Numbers, before
+from vllm.inflight.delta.decoded import Numbers, before
 from vllm.inflight.delta.device_decode import launch_table, to_device
 from vllm.inflight.delta.part import (
     CHUNK_CODES,

@@ -9,7 +9,8 @@ from itertools import chain
 from pathlib import Path
 
 from vllm.inflight import ops
-from vllm.inflight.delta.decode import Changes, apply, decode
+from vllm.inflight.delta.decode import apply, decode
+from vllm.inflight.delta.decoded import Changes
 from vllm.inflight.delta.part import Part, bring_tables
 from vllm.inflight.errors import (
     BaseMismatch,

@@ -16,7 +16,8 @@ from math import prod
 
 import torch
 
-from vllm.inflight.delta.decode import Changes, decode
+from vllm.inflight.delta.decode import decode
+from vllm.inflight.delta.decoded import Changes
 from vllm.inflight.delta.encode import Encoder
 from vllm.inflight.delta.part import Part
 from vllm.inflight.errors import ConfigError, DeltaUnsupported

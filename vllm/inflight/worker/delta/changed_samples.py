@@ -16,7 +16,7 @@ import torch
 
 from vllm.inflight import ops
 from vllm.inflight.delta import Changes
-from vllm.inflight.delta.decode import DecodedPart, Numbers
+from vllm.inflight.delta.decoded import DecodedPart, Numbers
 from vllm.inflight.delta.device_decode import Launches
 from vllm.inflight.worker.verify.drift import NUM_RUNS, RUN, SIZE, Samples
 

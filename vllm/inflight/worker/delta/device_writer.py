@@ -12,7 +12,8 @@ import torch
 
 from vllm.inflight import ops
 from vllm.inflight.delta import Encoder, Part
-from vllm.inflight.delta.decode import DecodedPart, Groups, before, require_sound
+from vllm.inflight.delta.decode import require_sound
+from vllm.inflight.delta.decoded import DecodedPart, Groups, before
 from vllm.inflight.delta.device_decode import (
     Joined,
     Launches,

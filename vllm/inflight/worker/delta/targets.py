@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from vllm.inflight import ops
-from vllm.inflight.delta.decode import Numbers, before
+from vllm.inflight.delta.decoded import Numbers, before
 from vllm.inflight.update import TensorSpec
 from vllm.inflight.worker.delta.destinations import MOST_DIMS, Destinations
 from vllm.inflight.worker.model_state import ModelState, recall

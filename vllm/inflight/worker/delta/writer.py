@@ -26,12 +26,8 @@ from numpy.typing import NDArray
 
 from vllm.inflight import ops
 from vllm.inflight.delta import Changes, Part
-from vllm.inflight.delta.decode import (
-    DecodedPart,
-    Numbers,
-    apply,
-    decode_unproved,
-)
+from vllm.inflight.delta.decode import apply, decode_unproved
+from vllm.inflight.delta.decoded import DecodedPart, Numbers
 from vllm.inflight.delta.device_decode import Launches
 from vllm.inflight.delta.part import bring_tables
 from vllm.inflight.delta.parts import ArrivingParts, Pair
