@@ -143,7 +143,7 @@ def test_a_process_of_a_job_that_hangs_tells_its_stacks():
     calm = ROOT / "tests/support/calm"
     process = subprocess.Popen(
         [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": str(calm), "STACKS_AFTER_S": "0.1"},
+        env=os.environ | {"PYTHONPATH": str(calm), "STACKS_AFTER_S": "2"},
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -159,7 +159,7 @@ def test_a_process_that_has_told_its_stacks_goes_on():
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ
-        | {"PYTHONPATH": str(ROOT / "tests/support/calm"), "STACKS_AFTER_S": "0.1"},
+        | {"PYTHONPATH": str(ROOT / "tests/support/calm"), "STACKS_AFTER_S": "2"},
         stderr=subprocess.PIPE,
         text=True,
     )

@@ -1,5 +1,7 @@
 """The samples of a version become those of the next one, as a delta changes them."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -140,11 +142,14 @@ def malformed() -> None:
         memory = torch.zeros(3 * SIZE, dtype=torch.int16)
         sample = memory[SIZE : SIZE + size]
         bits = torch.ones(500, dtype=torch.int16)
-        for most in (SIZE, 1 << 20, 1 << 62):
-            places = torch.randint(-most, most, (500,), generator=random)
+        for most, dtype in product(
+            (SIZE, 1 << 20, 1 << 62), (torch.int32, torch.int64)
+        ):
+            most = min(most, torch.iinfo(dtype).max)
+            places = torch.randint(-most, most, (500,), generator=random).to(dtype)
             numbers = [places.data_ptr(), bits.data_ptr(), len(places), 1]
             row = torch.tensor([[*numbers, sample.data_ptr(), size, step]])
-            kernels.sample(row, 2)
+            kernels.sample(row, 2, place_bytes=dtype.itemsize)
             assert not memory[:SIZE].any() and not memory[SIZE + size :].any()
 
 
@@ -156,7 +161,9 @@ def compile_kernel() -> None:
         constants = [("INTEGER", integer), ("COLUMNS", kernels.SAMPLE_COLUMNS)]
         constants += [("RUNS", kernels.NUM_RUNS), ("RUN", kernels.RUN)]
         constants += [("STEPS", kernels.SEARCH_STEPS)]
-        compile_for_gpu(kernels._sample, {"rows": "*i64"}, constants)
+        for size in (4, 8):
+            place = ("PLACE", kernels.INTEGERS[size])
+            compile_for_gpu(kernels._sample, {"rows": "*i64"}, [place, *constants])
 
 
 @pytest.mark.seconds

@@ -305,18 +305,11 @@ def malformed() -> None:
 def compile_kernels() -> None:
     """Compile the kernels for a GPU that need not be there."""
     from vllm.inflight.worker.delta import triton_kernels as kernels
-    from vllm.inflight.worker.verify import drift as drifts
 
     tables = {"rows": "*i64", "owners": "*i32"}
     for width, integer in kernels.INTEGERS.items():
         constants = [("INTEGER", integer), ("BLOCK", kernels.BLOCK)]
         compile_for_gpu(kernels._copy, tables, constants)
-        of_samples = [("INTEGER", integer), ("COLUMNS", kernels.SAMPLE_COLUMNS)]
-        of_samples += [("RUNS", drifts.NUM_RUNS), ("RUN", drifts.RUN)]
-        of_samples += [("STEPS", kernels.SEARCH_STEPS)]
-        for size in (4, 8):
-            place = [("PLACE", kernels.INTEGERS[size])]
-            compile_for_gpu(kernels._sample, {"rows": "*i64"}, place + of_samples)
         constants += [("WIDTH", width), ("COLUMNS", kernels.COLUMNS)]
         sums = {"sums": "*i64", "log_sums": "*i64"}
         for (place, index_bits), is_logged in product(

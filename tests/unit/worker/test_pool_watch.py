@@ -62,7 +62,7 @@ def test_weights_outside_of_the_pools_do_not_sleep_with_them(pools: Pools) -> No
             del allocator.pointer_to_data[place]
     allocator.sleep()
     allocator.wake_up()
-    assert worker.noted == [({"kv_cache"}, set()), {"kv_cache"}]
+    assert worker.noted == [({"kv_cache"}, {allocator.default_tag}), {"kv_cache"}]
 
 
 def test_the_watch_does_not_keep_a_worker_alive_and_the_next_one_takes_its_place(
