@@ -188,7 +188,6 @@ def measure(gib: float, share: float) -> dict[str, Any]:
         found[name], found[f"{name}, GPU alone"] = timed(work), of_gpu(work)
 
     note("decode", lambda: [decode_unproved(part) for part in parts])
-    decoded = [decode_unproved(part) for part in parts]
     logs: list[ChangedElements] = []
 
     def write(target: dict[str, torch.Tensor] | ChangeLog) -> None:
@@ -197,22 +196,21 @@ def measure(gib: float, share: float) -> dict[str, Any]:
             target.clear()
         writer = DeviceWriter(device, live, target, Targets.of(places))
         launches = Launches(device)
-        for each in decoded:
-            writer.write(each, logs.append, launches)
+        for part in parts:
+            writer.write([part], logs.append, launches)
             launches.run()
 
-    note("write into the shadow weights", lambda: write(shadow))
+    note("decode and write into the shadow weights", lambda: write(shadow))
     note("copy logged elements", lambda: copy_elements(logs, live, shadow))
     logs.clear()
     shadow.clear()
     log = ChangeLog(device, int(gib * (1 << 30) * max(share * 4, 0.01)))
-    note("write into the log", lambda: write(log))
+    note("decode and write into the log", lambda: write(log))
     log.require_room()
     swap = Swap(log, live)
     note("swap", swap)
     if swap._is_back:
         swap()
-    decoded.clear()
     known, tables, named = KnownDestinations(), KnownTables(), list(new.items())
     came = [
         Came(name, place.entry, tensor)
