@@ -5,8 +5,8 @@ Waiting is not spinning.
 vLLM's processes wait for each other in loops around `sched_yield`. Since Linux 6.18 a
 thread that yields may still keep others of its core waiting: on two cores, requests and
 clients stood still for seconds, as long as anything decoded, without this package too.
-A sleep of 0.2 ms lets go of the core. So does one of no length, which takes 50 µs: it
-has an engine of two ranks use a fifth more of the processor.
+A sleep of 0.2 ms lets go of the core. A sleep of no length does so too, for 50 µs, but
+with it an engine of two ranks uses a fifth more of the processor.
 
 Importing is not collecting. A tenth to a quarter of the ten seconds in which vLLM is
 imported, by each process of each engine, are collections that find next to nothing.
@@ -36,7 +36,7 @@ if "PYTEST_VERSION" in os.environ:
 
 
 def _write_stacks(after_s: float) -> None:
-    time.sleep(0.0002)
+    time.sleep(after_s)
     for number, frame in sys._current_frames().items():
         stack = "".join(traceback.format_stack(frame))
         sys.stderr.write(f"\nStack of thread {number} after {after_s:g} s:\n{stack}")

@@ -15,8 +15,6 @@ from vllm.inflight.errors import InflightError, WeightsMismatch
 from vllm.inflight.transport.waiting import in_background
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-
-
 NUM_PROMPTS = 16
 """That are asked at once: an engine of the tests takes them in one batch."""
 

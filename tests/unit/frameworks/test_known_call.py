@@ -1,6 +1,7 @@
 """The table of known calls, and how a call is recognised."""
 
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 
 from vllm.inflight.errors import ConfigError
 from vllm.inflight.frameworks import table
-from vllm.inflight.frameworks.known_call import KnownCall, Role, methods_of
+from vllm.inflight.frameworks.known_call import KnownCall, Role, located, methods_of
 from vllm.inflight.frameworks.table import BUILT_IN, known_calls, matched
 
 ROW = KnownCall(
@@ -136,3 +137,20 @@ def test_an_entry_point_that_names_no_row_is_rejected_by_name(
 
 
 WRONG = [SimpleNamespace()]
+
+
+def test_a_load_step_is_found_by_its_module_and_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A framework that cannot be imported costs its adoption, and not the engine."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "with_step.py").write_text("def prepare(): pass\nnumber = 1\n")
+    (tmp_path / "of_another_torch.py").write_text("raise AttributeError('gone')\n")
+    module, name = located("with_step:prepare") or (None, "")
+    assert (getattr(module, "__name__", ""), name) == ("with_step", "prepare")
+    for step in ("with_step:process", "with_step:number", "not_installed:prepare"):
+        assert located(step) is None
+    assert not caplog.records
+    with caplog.at_level("WARNING"):
+        assert located("of_another_torch:prepare") is None
+    assert "of_another_torch cannot be imported: gone" in caplog.text

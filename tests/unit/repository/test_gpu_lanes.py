@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import time
 from itertools import groupby
 
 import psutil
@@ -140,15 +141,16 @@ def test_of_a_long_output_the_first_error_and_the_end_are_kept():
 def test_a_process_of_a_job_that_hangs_tells_its_stacks():
     """The lanes give the time, and tests/support/calm reads it in every process."""
     code = "import time\ndef waits_for_long(): time.sleep(60)\nwaits_for_long()"
-    calm = ROOT / "tests/support/calm"
+    calm, started = ROOT / "tests/support/calm", time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": str(calm), "STACKS_AFTER_S": "2"},
+        env=os.environ | {"PYTHONPATH": str(calm), "STACKS_AFTER_S": "1"},
         stderr=subprocess.PIPE,
         text=True,
     )
     try:
         assert any("in waits_for_long" in line for line in process.stderr)
+        assert time.monotonic() - started >= 1
     finally:
         process.kill()
         process.communicate()
@@ -159,7 +161,7 @@ def test_a_process_that_has_told_its_stacks_goes_on():
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ
-        | {"PYTHONPATH": str(ROOT / "tests/support/calm"), "STACKS_AFTER_S": "2"},
+        | {"PYTHONPATH": str(ROOT / "tests/support/calm"), "STACKS_AFTER_S": "0.1"},
         stderr=subprocess.PIPE,
         text=True,
     )

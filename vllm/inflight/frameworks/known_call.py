@@ -12,6 +12,7 @@ private fork with another method is not recognised.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from vllm.inflight.errors import EngineFault
+
+logger = logging.getLogger(__name__)
 
 VAR_POSITIONAL, VAR_KEYWORD = Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD
 
@@ -180,7 +183,10 @@ def located(step: str) -> tuple[ModuleType, str] | None:
     module, _, name = step.partition(":")
     try:
         found = import_module(module)
-    except Exception:  # of the framework
+    except ImportError:
+        return None
+    except Exception as error:
+        logger.warning("%s cannot be imported: %s", module, error)
         return None
     return (found, name) if callable(getattr(found, name, None)) else None
 

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
-from unittest import mock
 
 from fastapi import FastAPI
 
@@ -69,9 +68,13 @@ def _knows_ours(original: Original) -> Any:
 
         # Only now: upstream makes keys of its caches from all that it knows.
         known = envs.environment_variables
-        ours = {name: lambda: None for name in os.environ if name.startswith(OURS)}
-        with mock.patch.dict(known, ours):
+        ours = {name for name in os.environ if name.startswith(OURS)} - known.keys()
+        known.update(dict.fromkeys(ours, lambda: None))
+        try:
             original(*args, **kwargs)
+        finally:
+            for name in ours:
+                del known[name]
 
     return validate_environ
 
