@@ -39,6 +39,27 @@ from tests.support.shared_engines import ENDED
 pytestmark = pytest.mark.engine
 
 
+@pytest.fixture(autouse=True, scope="module")
+def workers_without_extensions() -> Iterator[None]:
+    """vLLM adds an extension to its own worker class, for good."""
+    worker = type_of_workers()
+    before = worker.__bases__
+    yield
+    worker.__bases__ = before
+
+
+def type_of_workers() -> Any:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from vllm.v1.worker.cpu_worker import CPUWorker
+
+        return CPUWorker
+    from vllm.v1.worker.gpu_worker import Worker
+
+    return Worker
+
+
 MADE: dict[str, Path] = {}
 """Every checkpoint that this process has made."""
 

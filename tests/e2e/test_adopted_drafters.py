@@ -1,12 +1,11 @@
 """Adopted calls on engines that draft: they replace the model, and not its drafter."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm import _custom_ops
-from vllm.v1.worker.cpu_worker import CPUWorker
 
 from tests.e2e.test_adopted_by_hand import facts, halves
 from tests.e2e.test_adoption import tensors_of
@@ -32,14 +31,6 @@ class Extension(PrimeRLFiles, AReaL):
 
     def receive_weight_update(self: Any, request_json: str) -> None:
         self.model_runner.drafter.model.load_weights([])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def without_traces() -> Iterator[None]:
-    """vLLM adds an extension to its own class, for good."""
-    before = CPUWorker.__bases__
-    yield
-    CPUWorker.__bases__ = before
 
 
 def beside(**options: Any) -> dict[str, Any]:

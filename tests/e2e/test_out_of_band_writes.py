@@ -42,9 +42,7 @@ def booted(folders: dict[str, Path]) -> Iterator[EngineCore]:
         ).create_engine_config()
         core = EngineCore(config, Executor.get_class(config), log_stats=False)
         yield core
-        worker = type(core.model_executor.driver_worker.worker)
         core.shutdown()
-        worker.__bases__ = tuple(b for b in worker.__bases__ if b is not Extension)
 
 
 @pytest.fixture

@@ -31,7 +31,6 @@ from tests.support.engines.bare_core import (
 )
 from tests.support.engines.pools_on_host import Pools
 from tests.support.engines.script import OPTIONS, run_script
-from tests.support.engines.sleeping_extension import SleepingExtension
 from vllm.inflight.patch.records.record import MARK
 
 pytestmark = pytest.mark.engine
@@ -65,12 +64,8 @@ def booted(folders: dict[str, Path], pools: Pools) -> Iterator[EngineCore]:
             patch.setattr(CPUWorker, method, getattr(Worker, method))
         core = EngineCore(config, Executor.get_class(config), log_stats=False)
         pools.hold(core.model_executor.driver_worker.worker)
-        worker = type(core.model_executor.driver_worker.worker)
         yield core
         core.shutdown()
-        worker.__bases__ = tuple(
-            b for b in worker.__bases__ if b is not SleepingExtension
-        )
 
 
 def keep_buffers(worker: Any) -> None:

@@ -239,6 +239,12 @@ SETTLED = [
         before="0.30.0",
     ),
     Settled(
+        check="ways around",
+        subject="vllm.platforms.interface:Platform.get_lora_vocab_padding_size",
+        how="it returns a number",
+        before="0.32.0",
+    ),
+    Settled(
         check="code",
         subject=f"{_HASHES}:generate_block_hash_extra_keys",
         how="the first block's hash contains the salt there, too, without a label",

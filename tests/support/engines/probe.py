@@ -68,21 +68,37 @@ def outcome(llm: Any, path: str, *, alone: bool = False, **faults: Any) -> Any:
 def outputs_during(
     work: Callable[[], Any], llm: Any, count: int, sampling: Iterator[SamplingParams]
 ) -> list[Any]:
-    """Send waves of `count` requests until `work`, in a thread, is done.
+    """Keep `count` requests running until `work`, in a thread, is done.
 
-    It begins when the first ones have. Returns all outputs; raises what `work` raised.
+    They are admitted one at a step, and each that ends is replaced in the next one. So
+    they end apart, and `work` finds running ones whenever it acts. It begins when the
+    first one has. Returns all outputs, as they were asked for; raises what `work`
+    raised.
     """
+    engine = llm.llm_engine
 
     def worked() -> None:
-        until(llm.llm_engine.output_processor.has_unfinished_requests)
+        until(engine.output_processor.has_unfinished_requests)
         work()
 
     working = in_background(worked)
-    outputs = []
-    while not working.done():
-        outputs += llm.generate(prompts(count), next(sampling), use_tqdm=False)
+    asked = prompts(count)
+    outputs: dict[int, Any] = {}
+    free, number = list(range(count)), 0
+    running: dict[str, tuple[int, int]] = {}
+    while running or not working.done():
+        if free and not working.done():
+            prompt, name = free.pop(0), f"during-{number}"
+            engine.add_request(name, asked[prompt], next(sampling))
+            running[name] = number, prompt
+            number += 1
+        for output in engine.step():
+            if output.finished:
+                at, prompt = running.pop(output.request_id)
+                outputs[at] = output
+                free.append(prompt)
     working.result()
-    return outputs
+    return [outputs[at] for at in sorted(outputs)]
 
 
 def flips_under_load(
