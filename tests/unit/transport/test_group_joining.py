@@ -32,7 +32,7 @@ from vllm.inflight.transport.buckets.receiver import Receiver
 from vllm.inflight.transport.buckets.sender import Sender
 from vllm.inflight.transport.collective.connect import open_group
 from vllm.inflight.transport.collective.nccl import NcclGroup
-from vllm.inflight.transport.collective.rendezvous import Rendezvous
+from vllm.inflight.transport.collective.rendezvous import WANTED, Rendezvous
 from vllm.inflight.transport.group import Terms
 from vllm.inflight.transport.liveness import Liveness
 from vllm.inflight.transport.torch_groups import rendezvous as plain
@@ -162,6 +162,48 @@ def test_two_workers_cannot_have_one_rank():
     ends = [in_background(lambda: join_as(2)), first, opening]
     for end in [end.result(timeout=60) for end in ends]:
         end.group.close()
+
+
+def test_all_ranks_take_the_smallest_bucket_that_a_worker_asks_for():
+    meeting = host(world_size=3, bucket_bytes=4096)
+    opening = in_background(lambda: open_sender(meeting))
+
+    def join_with(rank, most):
+        joined = Rendezvous.join(
+            meeting.terms, HOST, meeting.port, rank, PATIENT, most_bucket_bytes=most
+        )
+        return Receiver(open_group(joined, CPU, PATIENT), 3, PATIENT)
+
+    asked = enumerate((512, None), start=1)
+    ends = [in_background(lambda pair=pair: join_with(*pair)) for pair in asked]
+    for end in [end.result(timeout=60) for end in (opening, *ends)]:
+        assert end.group.terms.bucket_bytes == end._slots.num_bytes == 512
+        end.group.close()
+
+
+@pytest.mark.parametrize("size", ["-256", "many"])
+def test_a_worker_that_asks_for_no_size_of_a_bucket_is_rejected(size):
+    meeting = host()
+    joined = Rendezvous.join(meeting.terms, HOST, meeting.port, 1, PATIENT)
+    joined.store.set(WANTED.format(rank=1), size)
+    joining = in_background(lambda: open_group(joined, CPU, PATIENT))
+    with pytest.raises(Malformed, match="left no size of a bucket"):
+        open_sender(meeting)
+    with pytest.raises((Malformed, TransferFault), match="no size of a bucket"):
+        joining.result(timeout=60)
+
+
+def test_a_worker_takes_no_larger_bucket_than_it_asked_for():
+    meeting = host(bucket_bytes=4096)
+    joined = Rendezvous.join(
+        meeting.terms, HOST, meeting.port, 1, PATIENT, most_bucket_bytes=256
+    )
+    joined.store.set(WANTED.format(rank=1), "512")
+    gathering = in_background(lambda: meeting.gather(PATIENT))
+    with pytest.raises(Malformed, match="512 is more than 256"):
+        open_group(joined, CPU, PATIENT)
+    gathering.result(timeout=60)
+    meeting.end("over")
 
 
 def test_an_unknown_wire_is_rejected():

@@ -23,9 +23,7 @@ from tests.support.transports.peers import (
 )
 from vllm.inflight.errors import ConfigError
 from vllm.inflight.patch.worker import _check_room
-from vllm.inflight.transport.base import StagedEngine
 from vllm.inflight.transport.buckets.receiver import Receiver
-from vllm.inflight.transport.collective.receiver_engine import NcclEngine
 from vllm.inflight.transport.cuda_ipc.receiver_engine import IpcEngine
 from vllm.inflight.transport.files.receiver_engine import LocalEngine
 from vllm.inflight.worker.staging.worker import StagingWorker
@@ -61,11 +59,15 @@ def test_a_smaller_bucket_than_the_most_stays_as_it_was_asked_for(
     made.shutdown()
 
 
-def test_a_broadcast_is_received_in_two_buckets_of_the_trainers_size() -> None:
+@pytest.mark.parametrize(("size", "agreed"), [(MIB, MIB), (256 * MIB, 64 * MIB)])
+def test_a_broadcast_is_received_in_two_buckets_of_a_size_that_all_ranks_have(
+    size: int, agreed: int
+) -> None:
     to, named = engine(), tensors(1)
     to.has_one_set = True
-    sender = connect(to, num_buckets=5)
-    assert buckets(to._receiver) == (2, sender.group.terms.bucket_bytes)
+    sender = connect(to, num_buckets=5, bucket_bytes=size)
+    assert buckets(to._receiver) == (2, agreed)
+    assert sender.group.terms.bucket_bytes == sender._slots.num_bytes == agreed
     transfer(to, sender, named)
     assert digests(to.model.loaded.items()) == digests(named.items())
     sender.group.close()
@@ -98,24 +100,19 @@ def test_files_are_read_through_few_buckets(
 
 
 @pytest.mark.parametrize(
-    ("transport", "log", "device", "expected"),
+    ("log", "device", "expected"),
     [
-        (None, object(), "cuda", 128 * MIB),
-        (IpcEngine, object(), "cuda", 128 * MIB),
-        (NcclEngine, object(), "cuda", 512 * MIB),
-        (NcclEngine, None, "cuda", 0),  # two sets of weights
-        (IpcEngine, object(), "cpu", 0),
+        (object(), "cuda", 128 * MIB),
+        (None, "cuda", 0),  # two sets of weights
+        (object(), "cpu", 0),
     ],
 )
 def test_the_bytes_of_the_buckets_are_known_before_a_transport_is_open(
-    transport: type[StagedEngine] | None, log: object, device: str, expected: int
+    log: object, device: str, expected: int
 ) -> None:
     stager = object.__new__(StagingWorker)
     stager.shadow = SimpleNamespace(log=log)  # type: ignore[assignment]
-    configured = None if transport is None else object.__new__(transport)
-    stager.worker = SimpleNamespace(  # type: ignore[assignment]
-        weight_transfer_engine=configured, device=torch.device(device)
-    )
+    stager.worker = SimpleNamespace(device=torch.device(device))  # type: ignore[assignment]
     assert stager.bucket_bytes == expected
 
 

@@ -17,10 +17,6 @@ from typing import ClassVar
 
 from vllm.inflight import upstream
 from vllm.inflight.errors import Cancelled, TransferFault
-from vllm.inflight.transport.buckets.buffers import (
-    ONE_SET_BUCKET_BYTES,
-    ONE_SET_BUCKETS,
-)
 from vllm.inflight.transport.buckets.tensor_list import Pair, TensorList
 from vllm.inflight.transport.waiting import never
 
@@ -80,11 +76,6 @@ class StagedEngine(upstream.WeightTransferEngine):
 
     cancelled: Callable[[], bool] = staticmethod(never)
     has_one_set: bool = False
-
-    @classmethod
-    def one_set_bytes(cls) -> int:
-        """Bytes of the buckets on a GPU with one set of weights, by default."""
-        return ONE_SET_BUCKETS * ONE_SET_BUCKET_BYTES
 
     def load_all(self, incoming: Iterator[Pair]) -> None:
         """Give every tensor to the model, and receive the rest when the model stops.

@@ -86,7 +86,7 @@ class Stager(Protocol):
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of a GPU that buckets take beside one set of weights, by default."""
+        """Most bytes of a GPU that buckets take beside one set of weights."""
 
     @property
     def is_busy(self) -> bool:

@@ -18,7 +18,10 @@ import torch
 from vllm.inflight import upstream
 from vllm.inflight.errors import EngineFault, Malformed, TransferFault
 from vllm.inflight.transport.base import StagedEngine
-from vllm.inflight.transport.buckets.buffers import ONE_SET_BUCKETS
+from vllm.inflight.transport.buckets.buffers import (
+    ONE_SET_BUCKET_BYTES,
+    ONE_SET_BUCKETS,
+)
 from vllm.inflight.transport.buckets.receiver import Receiver
 from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.transport.collective.connect import open_group
@@ -160,9 +163,10 @@ class BroadcastEngine(StagedEngine):
                 f"engine runs on {self.device.type}"
             )
         index = worker_index(self.parallel_config)
-        num_buckets = init_info.num_buckets
+        num_buckets, most = init_info.num_buckets, None
         if self.has_one_set:
             num_buckets = min(num_buckets, ONE_SET_BUCKETS)
+            most = ONE_SET_BUCKET_BYTES
         limit = WaitLimit(init_info.timeout_s, self._is_cancelled)
         with self._environment():
             rendezvous = Rendezvous.join(
@@ -171,6 +175,7 @@ class BroadcastEngine(StagedEngine):
                 init_info.master_port,
                 init_info.rank_offset + index,
                 limit,
+                most_bucket_bytes=most,
             )
             group = open_group(
                 rendezvous,
@@ -188,7 +193,7 @@ class BroadcastEngine(StagedEngine):
             except torch.OutOfMemoryError as error:
                 raise EngineFault(
                     f"there is no memory for {num_buckets} buckets of "
-                    f"{init_info.bucket_bytes} bytes; give smaller or fewer ones"
+                    f"{group.terms.bucket_bytes} bytes; give smaller or fewer ones"
                 ) from error
         self._group, self.timeout_s = group, init_info.timeout_s
 
@@ -272,11 +277,6 @@ class NcclEngine(BroadcastEngine):
 
     init_info_cls = NcclInitInfo
     device_type = "cuda"
-
-    @classmethod
-    def one_set_bytes(cls) -> int:
-        """Bytes of the buckets, whose size is the trainer's to say, by its default."""
-        return ONE_SET_BUCKETS * NcclInitInfo.bucket_bytes
 
     def _environment(self) -> AbstractContextManager[None]:
         return unpinned()

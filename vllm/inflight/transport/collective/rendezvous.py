@@ -1,14 +1,15 @@
 """A rendezvous: where the ranks of a group find each other and compare its terms.
 
 The trainer, rank 0, hosts a `TCPStore` at an address that the workers know. It leaves
-the terms of the group there, and each worker compares them with its own.
+the terms of the group there, and each worker compares them with its own. A worker with
+little memory asks for smaller buckets. Then all ranks take the smallest size.
 """
 
 from __future__ import annotations
 
 import json
 import socket
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -16,11 +17,15 @@ import torch.distributed
 from torch.distributed import DistError
 
 from vllm.inflight.errors import Malformed, TransferFault
-from vllm.inflight.transport.group import Terms
+from vllm.inflight.transport.group import Terms, naming_the_peer
 from vllm.inflight.transport.liveness import CONNECT_S, Liveness
 from vllm.inflight.transport.waiting import WaitLimit, in_background
 
 TERMS = "terms"
+WANTED = "bucket_bytes/{rank}"
+"""The largest bucket that a worker has memory for, in bytes."""
+AGREED = "bucket_bytes"
+"""The size of a bucket on all ranks, in bytes."""
 STORE_S = 60.0
 """Longest time for the trainer to reach its own store. Torch looks names up in the DNS
 to log them."""
@@ -72,6 +77,7 @@ class Rendezvous:
         self._server: Any = None
         self._listener: socket.socket | None = None
         self._liveness_port = 0
+        self._most = terms.bucket_bytes
 
     @classmethod
     def host(cls, terms: Terms, address: str, port: int = 0) -> Rendezvous:
@@ -102,9 +108,19 @@ class Rendezvous:
 
     @classmethod
     def join(
-        cls, terms: Terms, address: str, port: int, rank: int, limit: WaitLimit
+        cls,
+        terms: Terms,
+        address: str,
+        port: int,
+        rank: int,
+        limit: WaitLimit,
+        *,
+        most_bucket_bytes: int | None = None,
     ) -> Rendezvous:
         """As worker `rank`: find the trainer and compare terms.
+
+        `most_bucket_bytes` is the largest bucket that this worker has memory for, a
+        multiple of `ALIGNMENT`; by default, any. `gather` changes `terms` by it.
 
         Raises:
             Malformed: the terms of the trainer differ, or `rank` is out of range.
@@ -126,6 +142,9 @@ class Rendezvous:
             theirs, rendezvous._liveness_port = read_terms(
                 read_key(store, TERMS, limit, trainer)
             )
+            if most_bucket_bytes is not None:
+                rendezvous._most = min(terms.bucket_bytes, most_bucket_bytes)
+            store.set(WANTED.format(rank=rank), str(rendezvous._most))
         except DistError as error:
             raise TransferFault(f"{trainer} does not answer: {error}") from error
         if theirs != asdict(terms):
@@ -141,12 +160,37 @@ class Rendezvous:
             return str(line.getsockname()[0])
 
     def gather(self, limit: WaitLimit) -> None:
-        """Wait until all ranks are connected; raises `TransferFault`."""
+        """Wait until all ranks are connected, and agree on the size of a bucket.
+
+        Raises:
+            TransferFault: a rank is gone or does not come.
+            Malformed: what a rank has left in the store is no size.
+
+        """
         if self._listener is None:
             self.liveness.connect(self.address, self._liveness_port, self.rank, limit)
         else:
             with self._listener as listener:
                 self.liveness.accept(listener, self.terms.world_size, limit)
+        try:
+            with naming_the_peer(self.liveness):
+                self.terms = replace(self.terms, bucket_bytes=self._agreed(limit))
+        except ValueError as error:
+            raise Malformed(f"a rank left no size of a bucket: {error}") from None
+
+    def _agreed(self, limit: WaitLimit) -> int:
+        """The smallest bucket that a worker asks for, which the trainer finds."""
+        if self.rank:
+            agreed = int(read_key(self.store, AGREED, limit, "the size of a bucket"))
+            if agreed > self._most:
+                raise ValueError(f"{agreed} is more than {self._most}")
+            return agreed
+        wanted = [
+            int(read_key(self.store, WANTED.format(rank=rank), limit, f"rank {rank}"))
+            for rank in range(1, self.terms.world_size)
+        ]
+        self.store.set(AGREED, str(min(wanted)))
+        return min(wanted)
 
     def end(self, reason: str) -> None:
         """Leave, and send the other ranks the reason."""

@@ -49,7 +49,8 @@ class GlooTrainerInitInfo(upstream.TrainerInitInfo):
     world_size: int
     """The number of ranks: the sender and every worker of every engine."""
     bucket_bytes: int = 16 << 20
-    """The size of a bucket; a multiple of 256."""
+    """The largest size of a bucket, in bytes; a multiple of 256. A worker with one set
+    of weights asks for 64 MiB at most, and all ranks take the smallest size."""
     num_buckets: int = 3
     """The number of buckets, in the sender and in each worker."""
     timeout_s: float = 120.0

@@ -23,6 +23,10 @@ from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import Cancelled, EngineFault, TransferFault
 from vllm.inflight.messages import FlipTo
 from vllm.inflight.transport.base import StagedEngine
+from vllm.inflight.transport.buckets.buffers import (
+    ONE_SET_BUCKET_BYTES,
+    ONE_SET_BUCKETS,
+)
 from vllm.inflight.transport.collective.nccl import still_writes
 from vllm.inflight.transport.cuda_ipc.receiver_engine import ExportedEngine
 from vllm.inflight.transport.files.receiver_engine import LocalEngine
@@ -179,15 +183,13 @@ class StagingWorker:
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of a GPU that buckets take beside one set of weights, by default.
+        """Most bytes of a GPU that buckets take beside one set of weights.
 
         They are left out of the KV cache's budget, since a transport opens later.
         """
         if self.shadow.log is None or self.worker.device.type != "cuda":
             return 0
-        configured = self.worker.weight_transfer_engine
-        ours = configured if isinstance(configured, StagedEngine) else StagedEngine
-        return ours.one_set_bytes()
+        return ONE_SET_BUCKETS * ONE_SET_BUCKET_BYTES
 
     def note_sent(self, framework: str, params: Iterable[str]) -> None:
         """Note which parameters the staged version has written."""
