@@ -23,19 +23,25 @@ FILE = ROOT / "docs" / "gpu-runs.json"
 HEADER = ("test file", "what it proves", "also on the CPU", "GPUs", "last run")
 
 ON_CPU = {
-    "test_audit": "unit/ops/test_digest.py",
+    "test_gpu_digest": "unit/ops/test_digest.py",
     "test_delta_codec": "unit/delta/test_device_codec.py",
     "test_dp_sources": "e2e/test_fed_engines.py",
     "test_files": "e2e/test_file_reader.py",
     "test_frameworks": "e2e/test_framework_trainers.py",
     "test_ranks_fed_deltas": "e2e/test_trainer_deltas.py",
     "test_ranks_fed_from_third_gpu": "e2e/test_fed_engines.py",
-    "test_ranks_asleep": "e2e/test_sleep.py",
-    "test_scrubbed": "e2e/test_scrub.py",
+    "test_two_ranks_sleep": "e2e/test_sleep.py",
+    "test_automatic_scrubs": "e2e/test_scrub.py",
     "test_soak": "robustness/soak/test_soak.py",
     "test_trainer": "e2e/test_trainer_failures.py",
     "test_nccl_from_second_gpu": "e2e/test_fed_engines.py",
-    "test_lockstep": "e2e/test_data_parallel.py",
+    "test_dp_commit": "e2e/simulated/test_dp_commit.py",
+    "test_dp_pauses": "e2e/simulated/test_dp_pauses.py",
+    "test_dense": "unit/worker/test_dense.py",
+    "test_arena": "unit/worker/test_arena.py",
+    "test_ipc": "unit/transport/test_ipc.py",
+    "test_delta_ranks": "e2e/test_deltas.py",
+    "test_sglang_handles": "unit/transport/test_torch_exports.py",
     "test_engine": "e2e/test_update.py",
     "test_expert_ranks": "e2e/test_experts.py",
     "test_subset_ranks": "e2e/test_subset.py",
@@ -52,7 +58,7 @@ ON_CPU = {
 }
 """GPU test file → what proves the same on the CPU, if it has another name."""
 
-GPUS = re.compile(r"device_count\(\) < (\d)")
+GPUS = re.compile(r"(?:device_count\(\) < |\bneeds\()(\d)")
 """In a file whose tests are skipped on fewer; the first one is that of most tests."""
 RANKED = "tests.support.gpu.ranked"
 """In a file whose engines have two ranks."""

@@ -22,7 +22,12 @@ from vllm.inflight.trainer.deltas.batches import WHOLE_FROM
 
 CODED = {"encode_s": "search and coding", "decode_s": "decoding", "apply_s": "applying"}
 """Seconds of a row of the sweep → what took them."""
-COLOURS = {"device": "#1b7f5c", "delta": "#3a5fa8", "upstream": "#c2452d"}
+COLOURS = {
+    "device": "#1b7f5c",
+    "delta": "#3a5fa8",
+    "upstream": "#c2452d",
+    "upstream, sparse": "#b07d1a",
+}
 """Of the arms."""
 
 
@@ -65,8 +70,7 @@ def draw_updates(arms: Mapping[str, Mapping[str, Any]], file: Path) -> None:
         for name, rounds in arms.items():
             _arm(panel, name, rounds, of)
         panel.set_ylabel(label)
-        panel.set_yscale("log" if of is _megabytes else "linear")
-    panels[1].set_ylim(bottom=0)
+        panel.set_yscale("log")
     _finish(figure, panels, file)
 
 

@@ -157,7 +157,9 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--updates", type=int, default=8, help="per round")
     parser.add_argument("--shares", nargs="+", default=["0.001", "0.01", "0.03"])
-    parser.add_argument("--log-gib", type=float, default=3.0, help="for the arm delta")
+    parser.add_argument(
+        "--log-gib", type=float, default=0.0, help="for the arm delta; 0: by default"
+    )
     parser.add_argument("--ranks", default="", help="of the engine, a GPU each")
     parser.add_argument("--trainer-ranks", type=int, default=1, help="a GPU each")
     parser.add_argument(

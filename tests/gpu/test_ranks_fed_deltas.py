@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tests.e2e.test_tearing import mismatches, stream_under
 from tests.gpu.test_tearing import NOISE
 from tests.support.engines.far_trainer import FarTrainer
-from tests.support.engines.probe import checksums, greedy
+from tests.support.engines.probe import checksums, greedy, spread
 from tests.support.engines.reference import Reference
 from tests.support.gpu.exact import exact_products  # noqa: F401 (a fixture)
 from tests.support.gpu.ranked import start  # noqa: F401 (a fixture)
@@ -152,7 +152,7 @@ def test_every_step_around_deltas_under_load_is_of_one_version(
     assert kinds == [False] + [True] * (NUM_SENDS - 1)
     assert sum(len(o.outputs[0].weight_versions) > 1 for o in outputs) > 5
     # The reference runs on the CPU, and is what takes the time.
-    wrong = mismatches(outputs[-32:], reference_of_all, "a", NOISE, known)
+    wrong = mismatches(spread(outputs, 32), reference_of_all, "a", NOISE, known)
     assert wrong == [], "\n".join(wrong[:20])
 
 

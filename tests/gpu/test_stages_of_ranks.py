@@ -23,7 +23,7 @@ from tests.gpu.test_pipeline_parallel import (  # noqa: F401 (tests and a fixtur
     test_stages_equal_a_fresh_engine_after_every_flip_and_rollback,
 )
 from tests.support.engines.far_trainer import FarTrainer, sends_and_rollbacks
-from tests.support.engines.probe import begin_from_files, checksums, greedy
+from tests.support.engines.probe import begin_from_files, checksums, greedy, spread
 from tests.support.engines.reference import Reference
 from tests.support.gpu.exact import exact_products  # noqa: F401 (a fixture)
 from tests.support.gpu.ranked import (  # noqa: F401 (a fixture)
@@ -121,7 +121,7 @@ def test_every_step_around_versions_from_a_trainer_is_of_one_version(
     assert len(known) == NUM_SENDS
     assert sum(len(o.outputs[0].weight_versions) > 1 for o in outputs) > 5
     # The reference runs on the CPU, and is what takes the time.
-    assert mismatches(outputs[-32:], reference, "a", NOISE, known) == []
+    assert mismatches(spread(outputs, 32), reference, "a", NOISE, known) == []
 
 
 @pytest.mark.parametrize("fault", ["NaN", "another version"])

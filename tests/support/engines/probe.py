@@ -101,6 +101,11 @@ def outputs_during(
     return [outputs[at] for at in sorted(outputs)]
 
 
+def spread(outputs: list[Any], count: int) -> list[Any]:
+    """At most `count` of them, from the first one to the last, evenly apart."""
+    return outputs[:: -(-len(outputs) // count)]
+
+
 def flips_under_load(
     llm: Any, paths: tuple[Path, Path], num_flips: int
 ) -> tuple[list[Any], list[float]]:

@@ -41,7 +41,7 @@ def bench(
     )
 
 
-DELTA = "gpu.delta --shares 0.001 0.01 --trace --arms"
+DELTA = "gpu.delta --shares 0.001 0.01 --trace --every 1 --arms"
 KERNELS = "$PYTHON -m benchmarks.gpu.delta_kernels --out $OUT"
 MEMORY = "$PYTHON -m benchmarks.gpu.memory --out $OUT"
 EXPERTS = """'{"data_parallel_size": 2, "enable_expert_parallel": true}'"""
@@ -52,18 +52,24 @@ SOAK = "PYTHONPATH=tests/support/calm:$PYTHONPATH $PYTHON -m tests.robustness.so
 SOAK = f"{SOAK} --seconds 600 --out $OUT --backend"
 BESIDE = """--backend inflight_ipc --engine '{"gpu_memory_utilization": 0.6}'"""
 SWEEP = "gpu.delta --trace --updates 6 --shares 0.0001 0.001 0.01 0.03 0.1 0.25 --arms"
+CHOICE = "'auto 0.03' 'auto 0.04' 'auto 0.1' 'auto 0.25' 1.0"
+CHOICE = f"gpu.delta --updates 4 --shares {CHOICE} --arms device"
+SPARSE = "gpu.delta --updates 6 --shares 0.01 --arms device delta 'upstream, sparse'"
+MIXTURE = "gpu.delta --updates 6 --shares 0.01 --shape experts --arms device"
 ON_ONE = [
     bench(
         f"bench-delta-{name}-ipc",
         (1.0,),
-        390,
+        limit,
         f"{command} {BESIDE}",
         "BENCH_TRAINER_GPU=0",
     )
-    for name, command in (
-        ("device", f"{SWEEP} device"),
-        ("log", f"{DELTA} delta"),
-        ("sparse", "gpu.delta --updates 6 --arms 'upstream, sparse'"),
+    for name, limit, command in (
+        ("device", 390, f"{SWEEP} device"),
+        ("log", 390, f"{DELTA} delta"),
+        ("sparse", 560, SPARSE),
+        ("choice", 300, CHOICE),
+        ("experts", 390, MIXTURE),
     )
 ]
 """On one GPU: the trainer has its weights beside those of the engine."""
@@ -77,12 +83,26 @@ DELTAS = [
 FRAMEWORKS = [
     bench("bench-verl", (1.0,), 400, "frameworks verl --rounds 1", alone=True),
     bench(
+        "bench-openrlhf-and-prime-rl",
+        *((1.0,), 560, "frameworks openrlhf_ipc prime_rl --rounds 1"),
+        alone=True,
+    ),
+    bench(
         *("bench-openrlhf", (1.0, 0.4), 420, "frameworks openrlhf --rounds 1"),
         alone=True,
     ),
     bench("bench-experts", (1.0, 1.0, 0.4), 500, EXPERTS, alone=True),
 ]
 """They come after the tests that have never run."""
+LARGE = "gpu.delta --shape 32B --shares 0.01 --updates 6 --arms device delta"
+STAGES = """gpu --shapes 14B --ranks 4 --backend inflight_ipc --arms ours --rounds 1"""
+STAGES += """ --engine '{"pipeline_parallel_size": 2}'"""
+OF_RANKS = [
+    bench("bench-32B", (1.0, 1.0, 0.6), 560, f"{LARGE} upstream"),
+    bench("bench-32B-ipc", (1.0, 1.0, 0.6), 480, f"{LARGE} --backend inflight_ipc"),
+    bench("bench-stages", (1.0,) * 4, 400, STAGES, "BENCH_TRAINER_GPU=3"),
+]
+"""Engines of several ranks."""
 LAST = [
     Job("bench-memory", (0.5,), 300, MEMORY),
     Job("bench-steps", (0.2,), 800, STEPS, least=200),
@@ -120,6 +140,11 @@ ALONE += ["routed_experts", "colocated_round", "sglang_handles", "long_groups"]
 ALONE += ["production_size", "memory_of_staging"]
 """They look at the memory of their GPUs."""
 CAN_USE = {"frameworks": 3, "colocated_server": 2, "soak": 2, "examples": 2}
+CAN_USE |= {
+    f"pauses_{subject}": 2
+    for subject in ("adapter", "delta_staging", "dense", "drafted", "experts")
+}
+CAN_USE |= {"pauses_quantised": 2, "pauses_uses": 2}  # a trainer that sends over NCCL
 """GPUs, where docs/gpu_runs.py cannot tell."""
 
 
@@ -157,6 +182,7 @@ def jobs(num_gpus: int) -> list[Job]:
         *MANY.get(num_gpus, []),
         *(ON_ONE if num_gpus == 1 else []),
         *DELTAS,
+        *OF_RANKS,
         *(job for job in rest if job.tests not in known),
         *FRAMEWORKS,
         *(job for job in rest if job.tests in known),

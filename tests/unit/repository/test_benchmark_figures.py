@@ -1,9 +1,13 @@
 """The arithmetic of the benchmarks: figures of records that are easy to check."""
 
+from pathlib import Path
+
 import pytest
 
+from benchmarks.delta.chart import draw
 from benchmarks.figures import AFTER_S, kept_share, steady, update_figures
-from benchmarks.record import Record, Update
+from benchmarks.gpu.delta import ARMS, SPARSE
+from benchmarks.record import UPSTREAM, Record, Update
 
 STEP_S, SLOWER_S = 0.01, 0.02
 
@@ -29,3 +33,11 @@ def test_the_tokens_of_a_round_of_updates_are_compared_with_decoding_alone() -> 
     alone = [at for at in times if not any(u.start < at <= u.end for u in updates)]
     record = Record([[(at, 1) for at in alone]], 9.0, 12.0, updates)
     assert kept_share(record) == pytest.approx(0.9, rel=0.02)
+
+
+def test_every_arm_of_a_comparison_of_deltas_is_drawn(tmp_path: Path) -> None:
+    figures = {"told_bytes": 1e6, "told_total": 0.06, "update_s": 0.07, "lost_s": 0.02}
+    rounds = {title: figures for title in ("whole", "0.001", "0.01", "auto 0.03")}
+    arms = dict.fromkeys([*ARMS, UPSTREAM, SPARSE], rounds)
+    draw({"arms": arms}, tmp_path / "arms.png")
+    assert (tmp_path / "arms.png").stat().st_size > 10_000

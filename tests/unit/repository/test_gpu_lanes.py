@@ -179,6 +179,15 @@ def test_every_file_of_gpu_tests_is_a_job(num_gpus):
         assert len(job.shares) <= num_gpus and set(job.on) <= set(range(num_gpus))
 
 
+@pytest.mark.parametrize(
+    ("file", "num_gpus"),
+    [("pauses_drafted", 2), ("pauses_quantised", 2), ("trainer_deltas", 3)],
+)
+def test_a_file_gets_as_many_gpus_as_its_tests_can_use(file, num_gpus):
+    (job,) = [job for job in jobs(4) if job.tests == f"tests/gpu/test_{file}.py"]
+    assert len(job.shares) == num_gpus
+
+
 def test_on_two_gpus_deltas_are_measured_first_and_what_has_never_run_is_tested():
     known = read()
     queue = [job for job in jobs(2) if not (job.tests and job.alone)]

@@ -37,5 +37,6 @@ def test_the_table_names_every_gpu_test_and_only_existing_cpu_tests():
     text = gpu_runs.gpu_runs()
     for file in (gpu_runs.ROOT / "tests/gpu").glob("test_*.py"):
         assert f"`{file.name}`" in text
-    for name in gpu_runs.ON_CPU.values():
-        assert (gpu_runs.ROOT / "tests" / name).exists(), name
+    for name, on_cpu in gpu_runs.ON_CPU.items():
+        assert (gpu_runs.ROOT / "tests" / "gpu" / f"{name}.py").exists(), name
+        assert (gpu_runs.ROOT / "tests" / on_cpu).exists(), on_cpu
