@@ -242,6 +242,7 @@ SETTLED = [
         check="ways around",
         subject="vllm.platforms.interface:Platform.get_lora_vocab_padding_size",
         how="it returns a number",
+        since="0.31.0",
         before="0.32.0",
     ),
     Settled(
