@@ -1,5 +1,6 @@
 """Where single elements of a tensor end up, for any view that a loader may copy."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,3 +44,24 @@ def test_a_view_that_the_log_cannot_count_is_no_place_for_deltas():
         copied = Copied("w", (first, (4, 4), (4, 1)), part, tensor, is_exact=True)
         entry = Entry(torch.Size((4, 4)), torch.bfloat16, [copied], is_proved=True)
         assert (Destinations.of(entry) is not None) is is_known
+
+
+@pytest.mark.parametrize(
+    ("order", "num_dims"),
+    [((0, 1, 2, 3, 4), 1), ((1, 0, 2, 3, 4), 3), ((4, 3, 2, 1, 0), None)],
+    ids=["as it is", "the outermost two turned", "all turned"],
+)
+def test_dimensions_in_one_piece_count_as_one_and_kernels_follow_four(
+    order: tuple[int, ...], num_dims: int | None
+) -> None:
+    """A patch embedding of frames has five: outputs, colours, frames, rows, columns."""
+    tensor = torch.empty(6, 3, 2, 5, 4, dtype=torch.bfloat16)
+    part = tensor.permute(order)
+    memory = torch.empty(part.shape, dtype=torch.bfloat16)
+    copied = Copied("w", view_of(memory), view_of(part), memory, is_exact=True)
+    entry = Entry(tensor.shape, tensor.dtype, [copied], is_proved=True)
+    found = Destinations.of(entry)
+    assert (found is None) == (num_dims is None)
+    if found is not None:
+        (steps,) = found.steps[:, 2:].reshape(1, -1, 3).tolist()
+        assert sum(size > 1 for size, _, _ in steps) == num_dims

@@ -177,7 +177,7 @@ class Comparison:
     def _can_follow(self, places: Destinations, tensor: torch.Tensor) -> bool:
         sizes = [tensor.numel(), *(prod(z.view[1]) for z in places.entry.zeros)]
         is_small = max(sizes) < MOST_AT_ONCE
-        is_small &= all(is_short(zeroed.view) for zeroed in places.entry.zeros)
+        is_small &= all(is_short(zeros(z.view), z.view) for z in places.entry.zeros)
         return is_small and tensor.device == self._log.device
 
     def _rows(
@@ -198,11 +198,14 @@ class Comparison:
             offset, shape, _ = zeroed.view
             width = self._live[zeroed.param].element_size()
             view = param + width * offset
-            # With a stride of 0.
             numbers = [zero.data_ptr(), view, prod(shape), 0, offset]
-            nowhere = 0, shape, (0,) * len(shape)
-            steps = steps_of(nowhere, zeroed.view)[2:]
+            steps = steps_of(zeros(zeroed.view), zeroed.view)[2:]
             yield Row(zeroed.param, width, False, numbers, steps)
+
+
+def zeros(view: View) -> View:
+    """One zero as a part of the shape of a view: its strides are 0."""
+    return 0, view[1], (0,) * len(view[1])
 
 
 def make_table(rows: Iterable[Row], zero: torch.Tensor) -> KnownTable:

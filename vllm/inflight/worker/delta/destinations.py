@@ -17,7 +17,7 @@ from vllm.inflight.worker.model_state import ModelState, recall
 from vllm.inflight.worker.replay_plan import Copied, Entry, View, are_apart, span
 
 MOST_DIMS = 4
-"""Most dimensions of a part that are longer than one, as kernels follow them."""
+"""Most dimensions of a part, as kernels follow them; see `dims_of`."""
 
 WORD = 8
 """Bytes that kernels read at once, where an element is shorter."""
@@ -196,18 +196,17 @@ def nests(part: View) -> bool:
 
 def _is_plain(copied: Copied) -> bool:
     has_elements = prod(copied.part[1]) > 0
-    is_plain = copied.is_exact and has_elements and is_short(copied.view)
+    is_plain = copied.is_exact and has_elements and is_short(copied.part, copied.view)
     return is_plain and nests(copied.part)
 
 
-def is_short(view: View) -> bool:
-    """Whether kernels follow the dimensions of a view, and the log its offsets.
+def is_short(part: View, view: View) -> bool:
+    """Whether kernels follow a part of a tensor into a view, and the log its offsets.
 
     The log of changed elements has 32 bits for each offset.
     """
-    offset, shape, _ = view
-    has_few = sum(size > 1 for size in shape) <= MOST_DIMS
-    return has_few and offset + span(view) < 1 << 31
+    has_few = len(dims_of(part, view)) <= MOST_DIMS
+    return has_few and view[0] + span(view) < 1 << 31
 
 
 def widest_first(
@@ -229,16 +228,26 @@ def _is_flat(copied: Copied) -> bool:
     return True
 
 
-def steps_of(part: View, view: View) -> list[int]:
-    """A row of `Destinations.steps`, for a part of a tensor and the view it goes to."""
-    start, shape, stride = part
+def dims_of(part: View, view: View) -> list[tuple[int, int, int]]:
+    """(size, stride, stride in the view) of the dimensions, the widest first.
+
+    Dimensions that lie in one piece on both sides are one. So a copy of a whole tensor,
+    as of the five dimensions of a patch embedding, has one.
+    """
+    _, shape, stride = part
     dims: list[tuple[int, int, int]] = []
     for size, step, to in widest_first(shape, stride, view[2]):
         if dims and dims[-1][1:] == (size * step, size * to):
             size *= dims.pop()[0]
         dims.append((size, step, to))
+    return dims
+
+
+def steps_of(part: View, view: View) -> list[int]:
+    """A row of `Destinations.steps`, for a part of a tensor and the view it goes to."""
+    dims = dims_of(part, view)
     dims += [(1, NEVER, 0)] * (MOST_DIMS - len(dims))
-    return [start, view[0], *(number for dim in dims for number in dim)]
+    return [part[0], view[0], *(number for dim in dims for number in dim)]
 
 
 def run_of(steps: list[int]) -> int:

@@ -351,7 +351,7 @@ class DeltaWriter:
         found = known.find(spec.name, entry)
         # No element of a computed tensor has a place.
         is_idle = spec.name in self.computed
-        is_idle |= found is None and self._shadow.ignored.is_spare(spec.name)
+        is_idle |= found is None and self._is_unused(spec.name)
         if is_idle or (is_shared and entry is None and plan.passes_over(spec.name)):
             found = Destinations.nowhere(spec.shape, getattr(torch, spec.dtype))
         is_served = found is not None and (
@@ -368,6 +368,12 @@ class DeltaWriter:
                 f"{spec.dtype}, and {list(shape)} {dtype} of it is served"
             )
         return found, is_idle
+
+    def _is_unused(self, name: str) -> bool:
+        """Whether the loader takes such a tensor and no rank serves anything of it."""
+        shadow = self._shadow
+        is_idle = shadow.may_idle(name) and shadow.plan.passes_over(name)
+        return is_idle or shadow.ignored.is_spare(name)
 
     def _not_a_copy(self, name: str) -> DeltaUnsupported:
         return DeltaUnsupported(
