@@ -133,7 +133,7 @@ test-releases: setup ## V=x.y.z: the core tests on that release of vLLM; without
 
 test-vision: export PYTHONPATH := $(CURDIR)/build/torchvision
 test-vision: setup build/torchvision ## models that want torchvision: those that see, and Qwen3.5
-	$(PY) -m pytest -m slow tests/e2e/test_vision_models.py
+	$(PY) -m pytest -m slow tests/e2e/test_vision_models.py tests/e2e/test_delta_staging_vision.py
 	# vLLM's attention has threads counted by the engines before, else
 	$(PY) -m pytest -m slow tests/e2e/test_families.py -k qwen3_5
 

@@ -12,6 +12,7 @@ from vllm import SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
 
 from tests.support.deltas import delta_between, stepped
+from tests.support.engines.mixtures import mixed
 from tests.support.engines.probe import outputs_during
 from tests.support.engines.script import run_script
 from vllm.inflight.engine.scheduling.prefix_cache import NamespacePolicy
@@ -549,10 +550,22 @@ def test_a_delta_from_another_version_is_rejected_at_once(sent, llm):
     assert rejected.value.served == llm.weight_info()["digest"]
 
 
+@pytest.fixture
+def biased(old, tmp_path):
+    """A folder with a tensor that no rank serves, as some quantisers leave one."""
+    folder = mixed(old, old, [], tmp_path / "biased")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.self_attn.o_proj.bias"] = torch.ones(
+        64, dtype=torch.bfloat16
+    )
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 @pytest.mark.parametrize("parallel", ["tensor", "pipeline"])
-def test_two_ranks_serve_what_deltas_lead_to(old, parallel):
+def test_two_ranks_serve_what_deltas_lead_to(biased, parallel):
     bind = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-    seen = run_script("delta_ranks", old, parallel, env=bind)
+    seen = run_script("delta_ranks", biased, parallel, env=bind)
     wholes = seen["wholes"]
     assert seen["deltas"] == [[True, *whole] for whole in wholes[:-1]]
     assert seen["rolled back"] == wholes[-3]

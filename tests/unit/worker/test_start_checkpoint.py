@@ -110,12 +110,20 @@ def test_the_start_checkpoint_keeps_its_names_after_a_file_is_overwritten(
     assert "b.weight" not in found
 
 
-@pytest.mark.parametrize("has_some", [False, True])
-def test_a_tensor_may_be_unused_only_if_no_rank_has_part_of_it(has_some: bool):
+@pytest.mark.parametrize(
+    ("has_all", "passes_over", "expected"),
+    [(True, False, True), (False, True, True), (False, False, False)],
+    ids=["unused is unused by all", "known to be passed over", "perhaps another's"],
+)
+def test_a_tensor_may_be_unused_if_it_is_known_that_this_rank_serves_nothing_of_it(
+    has_all: bool, passes_over: bool, expected: bool
+) -> None:
     shadow: Any = SimpleNamespace(
-        start_checkpoint=StartCheckpoint({"a": (1,)}), _has_some=has_some
+        start_checkpoint=StartCheckpoint({"a": (1,)}),
+        has_all=has_all,
+        plan=SimpleNamespace(passes_over=lambda name: passes_over),
     )
-    assert ShadowModel.may_idle(shadow, "a") is not has_some
+    assert ShadowModel.may_idle(shadow, "a") is expected
     assert not ShadowModel.may_idle(shadow, "b")
 
 

@@ -425,8 +425,13 @@ class ShadowModel:
         return not self._has_some
 
     def may_idle(self, name: str) -> bool:
-        """Whether a tensor may fill nothing, because it filled nothing at the start."""
-        return name in self.start_checkpoint and not self._has_some
+        """Whether a tensor may fill nothing, because it filled nothing at the start.
+
+        Where ranks have layers or experts of their own, it has to be known that this
+        rank's loader passes over it. If all ranks know that, nobody serves it.
+        """
+        is_known = self.has_all or self.plan.passes_over(name)
+        return is_known and name in self.start_checkpoint
 
     def prepare(self) -> None:
         """Make the tree ready for an update; its content is lost.

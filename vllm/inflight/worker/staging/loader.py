@@ -962,7 +962,9 @@ class UpdateLoader:
         idle = set(filter(self._shadow.may_idle, self.unfilled))
         if not idle or (self._manifest.subset and not self.coverage.begun):
             return  # the subset would replace nothing
-        if self.coverage.passes_over(self._load, self._checks.hollow(idle)):
+        # Other ranks' layers and experts are many; they are known: see `may_idle`.
+        is_known = not self._shadow.has_all
+        if is_known or self.coverage.passes_over(self._load, self._checks.hollow(idle)):
             self.unfilled = [n for n in self.unfilled if n not in idle]
 
     def _mismatch(
