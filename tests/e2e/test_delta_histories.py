@@ -452,6 +452,11 @@ def test_families_have_histories_too(
 
 TWO = {"tensor_parallel_size": 2}
 SHARED_OUT = TWO | {"enable_expert_parallel": True}
+OF_RANKS = {
+    True: "tests.support.engines.unpacked_ranks.Unpacked",
+    False: "tests.support.engines.mirrored_ranks.Mirrored",
+}
+"""By whether there is a log: the extension without which the CPU build packs."""
 CORE_OF_RANKS = [("qwen3", True), ("gemma2", False), ("phi3", True)]
 
 
@@ -475,11 +480,17 @@ CORE_OF_RANKS = [("qwen3", True), ("gemma2", False), ("phi3", True)]
         ),
     ],
 )
-def test_a_history_of_two_ranks_with_delta_staging(
+@pytest.mark.parametrize(
+    "has_log",
+    [True, pytest.param(False, marks=pytest.mark.slow)],
+    ids=["log", "second set"],
+)
+def test_a_history_of_two_ranks(
     start: Callable[..., Any],
     checkpoint: Callable[..., Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    has_log: bool,
     family: str | None,
     ranks: dict[str, Any],
     seed: int,
@@ -491,14 +502,14 @@ def test_a_history_of_two_ranks_with_delta_staging(
     llm = start(
         folder,
         weight_transfer_config=WeightTransferConfig(backend="local"),
-        additional_config=STAGING,
-        worker_extension_cls="tests.support.engines.unpacked_ranks.Unpacked",
+        additional_config=STAGING if has_log else {},
+        worker_extension_cls=OF_RANKS[has_log],
         **({} if family is None else cpu_options(family)),
         **ranks,
     )
     # A layer of experts is one parameter of all of them, so none comes alone.
     without = ("subset",) if ranks is SHARED_OUT else ()
-    can = {"may_sleep": False, "has_log": True, "without": without}
+    can = {"may_sleep": False, "has_log": has_log, "without": without}
     is_short = "enforce_eager" in ranks
     history = History(llm, weights_of(folder), tmp_path, seed, **can)
     played(history, SHORT if is_short else LENGTH)
