@@ -67,8 +67,27 @@ def replay(server: Server, checkpoint: Callable[..., Path]) -> Iterator[Replay]:
     running.endpoint.sender.group.close()
 
 
+@pytest.fixture
+def of_file(
+    server: Server, record_property: Callable[[str, object], None]
+) -> Callable[[Path], None]:
+    """`of_file(folder)`: the served digest is that of an update from the folder."""
+
+    def check(folder: Path) -> None:
+        found = server.client.get("/weight_info").json()["digest"]
+        assert found is not None
+        server.post("/update_weights_from_disk", {"path": str(folder)})
+        assert server.client.get("/weight_info").json()["digest"] == found
+        record_property("digest", "equal")
+
+    return check
+
+
 def test_requests_recorded_from_trl_are_answered_and_update_the_weights(
-    server: Server, replay: Replay
+    server: Server,
+    replay: Replay,
+    checkpoint: Callable[..., Path],
+    of_file: Callable[[Path], None],
 ) -> None:
     record = json.loads((RECORDS / "trl.json").read_text())
     assert record["client"].startswith("trl 1.")
@@ -86,6 +105,7 @@ def test_requests_recorded_from_trl_are_answered_and_update_the_weights(
     # One update of all tensors, then one with a call per tensor.
     assert replay.number == 2
     assert server.client.get("/weight_info").json()["epoch"] == 2
+    of_file(checkpoint(0))
 
 
 def greedy(server: Server) -> Any:
@@ -95,7 +115,10 @@ def greedy(server: Server) -> Any:
 
 
 def test_requests_recorded_from_asynchronous_trl_are_answered_and_update_the_weights(
-    server: Server, replay: Replay, checkpoint: Callable[..., Path]
+    server: Server,
+    replay: Replay,
+    checkpoint: Callable[..., Path],
+    of_file: Callable[[Path], None],
 ) -> None:
     record = json.loads((RECORDS / "trl_async.json").read_text())
     assert record["client"].startswith("trl 1.")
@@ -113,6 +136,7 @@ def test_requests_recorded_from_asynchronous_trl_are_answered_and_update_the_wei
     bodies = [asked.get("json", {}) for asked in record["requests"]]
     assert bodies.count({"is_checkpoint_format": True}) == 2
     assert server.client.get("/weight_info").json()["epoch"] == epoch + 2
+    of_file(checkpoint(0))
 
 
 def test_an_update_from_art_is_rejected_for_its_older_format_and_changes_nothing(
@@ -140,7 +164,7 @@ def test_an_update_from_art_is_rejected_for_its_older_format_and_changes_nothing
 
 
 def test_requests_recorded_from_verl_for_sglang_are_answered_and_update_the_weights(
-    server: Server, checkpoint: Callable[..., Path]
+    server: Server, checkpoint: Callable[..., Path], of_file: Callable[[Path], None]
 ) -> None:
     record = json.loads((RECORDS / "verl.json").read_text())
     assert record["client"].startswith("verl 0.")
@@ -157,3 +181,4 @@ def test_requests_recorded_from_verl_for_sglang_are_answered_and_update_the_weig
     assert server.client.get("/weight_info").json()["epoch"] == epoch + 1
     rows = server.post("/get_weights_by_name", {"name": new[0][0], "truncate_size": 2})
     assert rows == new[0][1][:2].float().tolist()
+    of_file(checkpoint(2))
