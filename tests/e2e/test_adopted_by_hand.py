@@ -226,8 +226,7 @@ def test_a_failure_that_is_a_result_is_returned_and_changes_nothing(
 def test_the_rest_of_a_failed_version_is_rejected_and_not_completed_by_the_next(
     core: EngineCore, folders: dict[str, Path]
 ) -> None:
-    """No call marks where a version begins; the tensor does that began the failed one.
-    """
+    """Its beginning is known by the tensor that the failed version began with."""
     digest = publish(core, folders["new"], "new")["digest"]
     publish(core, folders["old"], "old")
     before = served(core)

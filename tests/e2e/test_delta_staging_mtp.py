@@ -79,9 +79,7 @@ def test_model_and_mtp_layer_change_together_or_alone_by_deltas_and_whole(
     assert llm.verify_weights()["result"] == "equal"
 
 
-@pytest.mark.parametrize(
-    "name", ["mimo", pytest.param("glm", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["mimo", pytest.param("glm", marks=pytest.mark.slow)])
 def test_a_frameworks_version_has_mtp_layers_or_leaves_them_as_they_are(
     start: Callable[..., Any], tmp_path: Path, name: str
 ) -> None:

@@ -439,7 +439,8 @@ def with_session(core: EngineCore) -> Streams:
 
 
 def holding_kv(core: EngineCore) -> set[str]:
-    return {n for n, each in core.scheduler.requests.items() if each.num_computed_tokens}
+    requests = core.scheduler.requests.items()
+    return {name for name, request in requests if request.num_computed_tokens}
 
 
 def test_a_session_stays_in_place_when_a_pause_that_retracts_takes_force(
