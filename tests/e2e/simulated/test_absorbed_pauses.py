@@ -428,10 +428,10 @@ def test_a_write_that_nothing_has_announced_stops_decoding_when_it_is_seen(
     assert enforced(core)[Need.WRITE] >= 1
 
 
-def with_session(core: EngineCore) -> Streams:
+def with_session(core: EngineCore, **pause: Any) -> Streams:
     """Three requests, an absorbed pause `retract`, and a session that came after it."""
     streams = started(core)
-    answered(ask(core, "pause", mode="retract"))
+    answered(ask(core, "pause", mode="retract", **pause))
     session = request("session", prompt(5))
     session.resumable = True
     core.add_request(*core.preprocess_add_request(session))
@@ -475,6 +475,24 @@ def test_a_session_stays_in_place_at_a_commit_under_a_pause_that_retracts(
     for name, is_whole in (("r0", True), ("session", False)):
         of_new = [sample for sample in made[name] if sample.weights == 1]
         assert of_new and all(w == 1 for s in of_new for w in s.kv) is is_whole
+
+
+@pytest.mark.parametrize("prefix_cache", ["versioned", "shared"])
+def test_a_commit_that_drops_no_caches_for_a_session_is_rejected_if_these_are_shared(
+    make: Callable[..., EngineCore], prefix_cache: str
+) -> None:
+    flags = {"pauses": "absorb", "prefix_cache": prefix_cache}
+    core = make(is_async=True, inflight=flags)
+    streams = with_session(core, flush_cache=True)
+    stage_weights(core, 1)
+    answer = core.inflight("commit", {"weight_version": "one"})
+    if prefix_cache == "shared":
+        assert "streaming session" in answer["error"]["message"]
+        call(core, "abort")
+    else:
+        assert "blocks in use" in answer["ok"]["not_dropped"]
+    call(core, "resume")
+    streams.step(60)
 
 
 def test_an_absorbed_pause_does_not_hold_up_a_commit_that_waits(

@@ -252,11 +252,11 @@ class Pauses:
         """Raise if a commit cannot treat requests as `mode` says at this moment.
 
         With `may_keep`, a request that cannot be retracted may stay in place, unless
-        its KV of old weights would get into a connector.
+        other requests would read its KV of old weights.
         """
         scheduler = self._core.scheduler
         kv_connectors.check_commit(scheduler, mode)
-        if not may_keep or kv_connectors.default_mode(scheduler) != PauseMode.IN_PLACE:
+        if not may_keep or self._would_share_old_kv():
             self._check_mode(mode)
         if flush_cache:
             request_checks.check_flush(self._core.scheduler, mode)
@@ -393,7 +393,10 @@ class Pauses:
         def settle() -> Reply:
             if mode is PauseMode.RETRACT and self.asked is mode:
                 self._controller.counts.treated({"num_retracted": self._retract()})
-            return self._flushed(media=False) if flush_cache else {}
+            flushed = self._flushed(media=False) if flush_cache else {}
+            if why := flushed.get("not_dropped"):
+                logger.warning("the pause has taken force, and %s", why)
+            return flushed
 
         return self._then(stopped, settle)
 
@@ -437,6 +440,18 @@ class Pauses:
             logger.warning("%s cannot be retracted and stays in place", named)
         besides = {name for names in stuck.values() for name in names}
         return SchedulerState.of(scheduler).retract(besides=besides)
+
+    def _would_share_old_kv(self) -> bool:
+        """Whether other requests would read KV of requests that stay in place.
+
+        They would by a connector, or because the absorbed pause is to drop the cache
+        and nothing else keeps versions apart in it.
+        """
+        scheduler = self._core.scheduler
+        if kv_connectors.default_mode(scheduler) != PauseMode.IN_PLACE:
+            return True
+        is_shared = SchedulerState.of(scheduler).policy.oldest is None
+        return is_shared and self.absorption.is_flush
 
     def _check_mode(self, mode: PauseMode) -> None:
         request_checks.check_mode(
