@@ -284,6 +284,7 @@ OWN["verl_fp8"] = OWN["verl_fp8_packed"] = replace(
     ),
 )
 """With what quantises in blocks of FP8, and prepares layers for them."""
+OWN["verl_mtp"] = OWN["verl"]
 OWN["areal_files"] = OWN["areal"]
 OWN["nemo_rl_zmq"] = OWN["nemo_rl"]
 OWN["roll_buckets"] = OWN["roll"]

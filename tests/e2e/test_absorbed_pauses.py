@@ -20,6 +20,7 @@ from tests.support.engines.bare_core import (
     num_sampled,
     prompt,
     publish,
+    request,
 )
 from tests.support.engines.core_door import Door
 from tests.support.frameworks.by_hand import AReaL, PipelineRL, PrimeRL, SkyRL
@@ -121,6 +122,70 @@ def test_a_worker_call_that_is_not_adopted_stops_every_step_meanwhile(
     assert len(labels) == num, "a token of the step in flight was lost"
     assert labels[: seen[0][0]] == ["old"] * seen[0][0]
     assert set(labels[seen[0][0] :]) == {served(core)[0]}
+
+
+@pytest.mark.parametrize("is_between", [False, True], ids=["in a chunk", "between"])
+def test_a_session_keeps_its_context_when_a_pause_that_retracts_takes_force(
+    core: EngineCore, is_between: bool
+) -> None:
+    """It came after the pause. All other requests are retracted."""
+    expected = Session(core, "expected", is_between=is_between)
+    expected.ends()
+    streams = running(core)
+    in_turn(core, "pause", mode="retract")
+    session = Session(core, "session", streams, is_between=is_between)
+    before = core.vllm_inflight.counts.requests["retracted"]
+    core.collective_rpc(lambda worker: None)
+    assert in_turn(core, "paused")["mode"] == "retract"
+    assert core.vllm_inflight.counts.requests["retracted"] == before + 1
+    requests = core.scheduler.requests
+    assert requests["runs"].num_computed_tokens == 0
+    assert requests["session"].num_computed_tokens > 0
+    in_turn(core, "resume")
+    session.ends()
+    assert session.said == expected.said
+    num = ended_soon(streams, "runs")
+    assert len(streams.tokens["runs"]) == num
+
+
+class Session:
+    """A session of two chunks, in the first one or behind it."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        name: str,
+        streams: Streams | None = None,
+        *,
+        is_between: bool,
+    ) -> None:
+        self._core, self._name = core, name
+        self._streams = streams or Streams(core)
+        self._say(prompt(7))
+        self._hear(8 if is_between else 3)
+
+    def ends(self) -> None:
+        """Say the second chunk, and hear all of both."""
+        self._hear(8)
+        self._say(prompt(8, 20))
+        self._hear(16)
+        self._say([0], is_last=True)
+        self._streams.step(3)
+
+    @property
+    def said(self) -> list[int]:
+        return self._streams.tokens[self._name]
+
+    def _say(self, text: list[int], *, is_last: bool = False) -> None:
+        made = request(self._name, text, max_tokens=8)
+        made.resumable = not is_last
+        self._core.add_request(*self._core.preprocess_add_request(made))
+
+    def _hear(self, count: int) -> None:
+        for _ in range(200):
+            if len(self._streams.tokens.get(self._name, ())) >= count:
+                break
+            self._streams.step()
 
 
 def stands_still(core: EngineCore) -> None:

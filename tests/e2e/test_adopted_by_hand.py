@@ -28,7 +28,7 @@ from tests.support.engines.bare_core import (
 )
 from tests.support.frameworks.by_hand import SENT, Tensors
 from tests.support.frameworks.core import beside_steps, extended_core
-from vllm.inflight.errors import InflightError, WeightsMismatch
+from vllm.inflight.errors import InflightError, WeightsMismatch, WrongPhase
 
 pytestmark = pytest.mark.engine
 
@@ -59,13 +59,15 @@ def skyrl(core: EngineCore, folder: Path, tensors: Tensors) -> Any:
     return core.collective_rpc("skyrl_finish_weight_update")
 
 
+def bucket(core: EngineCore, tensors: Tensors) -> Any:
+    """One of AReaL's buckets."""
+    SENT.extend(tensors.items())
+    core.collective_rpc("areal_set_weight_meta", args=(*facts(tensors), "update"))
+    return core.collective_rpc("areal_update_weight_xccl")
+
+
 def areal(core: EngineCore, folder: Path, tensors: Tensors) -> Any:
-    replies: Any = None
-    for some in halves(tensors):
-        SENT.extend(some.items())
-        core.collective_rpc("areal_set_weight_meta", args=(*facts(some), "update"))
-        replies = core.collective_rpc("areal_update_weight_xccl")
-    return replies
+    return [bucket(core, some) for some in halves(tensors)][-1]
 
 
 def areal_files(core: EngineCore, folder: Path, tensors: Tensors) -> Any:
@@ -218,6 +220,42 @@ def test_a_failure_that_is_a_result_is_returned_and_changes_nothing(
     last = call(core, "status")["outcomes"][0]
     assert (last["phase"], last["error"]["code"]) == ("aborted", "engine_fault")
     assert served(core) == before and answers(core, "after") == said
+
+
+@pytest.mark.parametrize("named", ["AReaL"], indirect=True)
+def test_the_rest_of_a_failed_version_is_rejected_and_not_completed_by_the_next(
+    core: EngineCore, folders: dict[str, Path]
+) -> None:
+    """Its beginning is known by the tensor that the failed version began with."""
+    digest = publish(core, folders["new"], "new")["digest"]
+    publish(core, folders["old"], "old")
+    before = served(core)
+    (first, rest), (own, last) = map(halves, map(tensors_of, folders.values()))
+    bucket(core, first)
+    core.reset_prefix_cache()  # which another client has called
+    for some in halves(rest):
+        with pytest.raises(WrongPhase, match="cache was called before AReaL had"):
+            bucket(core, some)
+    bucket(core, own)
+    assert served(core) == before
+    bucket(core, last)
+    assert served(core)[2] == digest
+
+
+@pytest.mark.parametrize("named", ["AReaL"], indirect=True)
+def test_a_trainer_may_send_in_another_order_after_a_version_has_failed(
+    core: EngineCore, folders: dict[str, Path]
+) -> None:
+    digest = publish(core, folders["new"], "new")["digest"]
+    publish(core, folders["old"], "old")
+    first, last = halves(tensors_of(folders["new"]))
+    bucket(core, first)
+    core.reset_prefix_cache()
+    with pytest.raises(WrongPhase):
+        bucket(core, last)
+    bucket(core, last)
+    bucket(core, first)
+    assert served(core)[2] == digest
 
 
 @pytest.mark.parametrize("named", ["NemoRL"], indirect=True)

@@ -5,20 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm import _custom_ops
 
 from tests.e2e.test_adopted_by_hand import facts, halves
 from tests.e2e.test_adoption import tensors_of
 from tests.support.engines.drafted import drafted
 from tests.support.frameworks.by_hand import SENT, AReaL, PrimeRLFiles
-from tests.support.models.tiny_drafters import (
-    MTP,
-    MTP_KINDS,
-    drafting,
-    make_drafter,
-    make_mtp,
-)
-from vllm.inflight.engine.compat import adoption
+from tests.support.models.tiny_drafters import drafting, make_drafter
 from vllm.inflight.errors import EngineFault
 
 pytestmark = pytest.mark.engine
@@ -109,29 +101,3 @@ def test_a_method_that_writes_the_drafter_is_rejected_by_name(
     after = llm.weight_info()
     assert (after["weight_version"], after["epoch"]) == ("old", before["epoch"])
     assert drafted(llm) == said["old"]
-
-
-def test_calls_of_an_engine_that_drafts_with_mtp_layers_are_not_adopted(
-    start: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A version without MTP layers is no whole one, and trainers may have none."""
-    monkeypatch.setattr(_custom_ops, "_supports_onednn", False)
-    old, new = (make_mtp(tmp_path / f"{n}", MTP_KINDS["mimo"], n, 5) for n in (0, 1))
-    options = beside(speculative_config=MTP)
-    fresh = drafted(start(new, **options))
-    llm = start(old, **options)
-    told: list[str] = []
-
-    def warn(text: str, *facts: object) -> None:
-        told.append(text % facts)
-
-    monkeypatch.setattr(adoption.logger, "warning", warn)
-    of_folder(llm, new)
-    assert ["drafts with MTP layers" in text for text in told] == [True]
-    info = llm.weight_info()
-    # An out-of-band write has the label that its call gives, and no digest.
-    assert (info["weight_version"], info["digest"]) == (new.name, None)
-    assert info["previous"] is None
-    assert drafted(llm)[0] == fresh[0]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from tests.e2e.test_adopted_drafters import beside, of_folder
 from tests.e2e.test_delta_staging import (  # noqa: F401 (one is a fixture)
     delta_engine,
     shadow_of,
@@ -76,3 +77,21 @@ def test_model_and_mtp_layer_change_together_or_alone_by_deltas_and_whole(
         to.publish("the same, whole")
     assert (drafted(llm), llm.weight_info()["digest"]) == after
     assert llm.verify_weights()["result"] == "equal"
+
+
+@pytest.mark.parametrize("name", ["mimo", pytest.param("glm", marks=pytest.mark.slow)])
+def test_a_frameworks_version_has_mtp_layers_or_leaves_them_as_they_are(
+    start: Callable[..., Any], tmp_path: Path, name: str
+) -> None:
+    kind = MTP_KINDS[name]
+    options = {**cpu_options(kind.family), **beside(speculative_config=MTP)}
+    seeds = {"old": (0, 5), "new": (1, 6), "model": (1, 5)}
+    folders = {n: make_mtp(tmp_path / n, kind, *of) for n, of in seeds.items()}
+    fresh = {n: drafted(start(folder, **options)) for n, folder in folders.items()}
+    llm = delta_engine(start, folders["old"], inflight=LOG, **options)
+    own = part(folders["new"], kind.model, tmp_path / "own")
+    for label, sent in (("new", folders["new"]), ("model", Path(own))):
+        of_folder(llm, sent)
+        assert drafted(llm) == fresh[label]
+        llm.rollback_weights()
+        assert drafted(llm) == fresh["old"]

@@ -43,16 +43,18 @@ MOST_KEPT = 4
 _NUMBER = re.compile(r"\d+")
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 """The number of a layer in its stack, or of an expert."""
+_EMBEDDING = re.compile(r"embed|wte")
+"""What the names of embeddings have in common."""
 
 
 def is_torn(sent: Collection[str], unsent: Collection[str]) -> bool:
     """Whether a part of a model was sent in part, or no layer at all.
 
-    A part is a stack of layers with all that lies beside it, as an embedding does. What
-    a trainer leaves alone, such as a vision tower, is a part of its own. A kind of
-    parameter that no layer of a stack was sent of is left out on purpose: whoever
-    missed the beginning lacks some layers. An embedding that lies further up than its
-    layers is not seen to belong to them. Names are those of parameters.
+    A part is a stack of layers with all that lies beside it, as an embedding does. An
+    embedding that lies further up belongs to the nearest stack. What a trainer leaves
+    alone, such as a vision tower, is a part of its own. A kind of parameter that no
+    layer of a stack was sent of is left out on purpose: whoever missed the beginning
+    lacks some layers. Names are those of parameters.
     """
     stacks, lacking = (
         {root for name in names if (root := _root(name)) is not None}
@@ -86,10 +88,23 @@ def _root(name: str) -> str | None:
 
 
 def _part(name: str, roots: Collection[str]) -> str | None:
-    """The smallest part that a parameter lies in; None if it lies in none."""
+    """The smallest part that a parameter lies in, or that an embedding lies beside.
+
+    None if there is no such part, or if an embedding is as near to another one.
+    """
     parents = name.split(".")[:-1]
     prefixes = (".".join(parents[:num]) for num in range(len(parents), -1, -1))
-    return next((prefix for prefix in prefixes if prefix in roots), None)
+    part = next((prefix for prefix in prefixes if prefix in roots), None)
+    if part is not None or not _EMBEDDING.search(name):
+        return part
+
+    def rating(root: str) -> tuple[int, int]:
+        within = root.split(".")
+        return _shared(parents, within), -len(within)
+
+    best = max(map(rating, roots), default=(0, 0))
+    nearest = [root for root in roots if rating(root) == best]
+    return nearest[0] if best[0] and len(nearest) == 1 else None
 
 
 def checkpoint_names(param: str, fused: Mapping[str, Sequence[str]]) -> list[str]:

@@ -428,21 +428,71 @@ def test_a_write_that_nothing_has_announced_stops_decoding_when_it_is_seen(
     assert enforced(core)[Need.WRITE] >= 1
 
 
-def test_a_request_that_cannot_be_retracted_is_frozen_in_place(
-    core: EngineCore,
-) -> None:
+def with_session(core: EngineCore, **pause: Any) -> Streams:
+    """Three requests, an absorbed pause `retract`, and a session that came after it."""
     streams = started(core)
-    answered(ask(core, "pause", mode="retract"))
+    answered(ask(core, "pause", mode="retract", **pause))
     session = request("session", prompt(5))
     session.resumable = True
     core.add_request(*core.preprocess_add_request(session))
-    streams.step(3)
+    return streams.step(3)
+
+
+def holding_kv(core: EngineCore) -> set[str]:
+    requests = core.scheduler.requests.items()
+    return {name for name, request in requests if request.num_computed_tokens}
+
+
+def test_a_session_stays_in_place_when_a_pause_that_retracts_takes_force(
+    core: EngineCore,
+) -> None:
+    streams = with_session(core)
+    before = core.vllm_inflight.counts.requests["retracted"]
     settled(streams, worker_call(core))
-    assert call(core, "paused")["mode"] == "in_place"
+    assert call(core, "paused")["mode"] == "retract"
+    assert holding_kv(core) == {"session"}
+    assert core.vllm_inflight.counts.requests["retracted"] == before + 3
     assert is_frozen(core, streams)
+    assert code(core.inflight("flush", {})) == "pause_conflict"
     call(core, "resume")
     streams.step(60)
     assert len(streams.tokens["session"]) == 40
+    assert_told_truly(core, streams, LABELS.get)
+
+
+def test_a_session_stays_in_place_at_a_commit_under_a_pause_that_retracts(
+    core: EngineCore,
+) -> None:
+    streams = with_session(core)
+    stage_weights(core, 1)
+    refused = core.inflight("commit", {"mode": "retract", "weight_version": "one"})
+    assert "streaming session" in refused["error"]["message"]
+    reply = call(core, "commit", weight_version="one")
+    assert reply["num_retracted"] == 3
+    streams.step(60)
+    assert_told_truly(core, streams, LABELS.get)
+    made = core.model_executor.sampled
+    for name, is_whole in (("r0", True), ("session", False)):
+        of_new = [sample for sample in made[name] if sample.weights == 1]
+        assert of_new and all(w == 1 for s in of_new for w in s.kv) is is_whole
+
+
+@pytest.mark.parametrize("prefix_cache", ["versioned", "shared"])
+def test_a_commit_that_drops_no_caches_for_a_session_is_rejected_if_these_are_shared(
+    make: Callable[..., EngineCore], prefix_cache: str
+) -> None:
+    flags = {"pauses": "absorb", "prefix_cache": prefix_cache}
+    core = make(is_async=True, inflight=flags)
+    streams = with_session(core, flush_cache=True)
+    stage_weights(core, 1)
+    answer = core.inflight("commit", {"weight_version": "one"})
+    if prefix_cache == "shared":
+        assert "streaming session" in answer["error"]["message"]
+        call(core, "abort")
+    else:
+        assert "blocks in use" in answer["ok"]["not_dropped"]
+    call(core, "resume")
+    streams.step(60)
 
 
 def test_an_absorbed_pause_does_not_hold_up_a_commit_that_waits(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import RequestStatus
 
 from tests.support.engines.bare_core import Streams, add, call, prompt, request
 from tests.support.simulated.core import publish_weights
@@ -94,6 +95,50 @@ def test_a_session_reports_the_kv_versions_of_every_chunk(core: EngineCore) -> N
     say(core, [0], is_last=True)
     streams.step(3)
     assert core.scheduler.vllm_inflight.reports.told == {}
+
+
+def between_chunks(core: EngineCore) -> Told:
+    """A session that has said its first chunk's tokens, and waits with its second."""
+    streams = Told(core)
+    say(core, list(TEXT), is_first=True)
+    streams.step(2)
+    say(core, prompt(2, 30))  # queued behind the first
+    session = core.scheduler.requests["s"]
+    for _ in range(50):
+        if session.status == RequestStatus.WAITING:
+            break
+        streams.step()
+    assert session.num_computed_tokens > 0
+    return streams
+
+
+def test_a_session_holds_kv_while_its_next_chunk_waits(core: EngineCore) -> None:
+    between_chunks(core)
+    (held,) = core.scheduler.vllm_inflight.waiting.holding_kv()
+    assert held.request_id == "s"
+    assert core.scheduler.vllm_inflight.waiting.all() == []
+    assert "streaming session" in core.inflight("flush", {})["error"]["message"]
+    refused = core.inflight("pause", {"mode": "retract"})["error"]["message"]
+    assert "streaming session" in refused
+
+
+def test_a_pause_that_waits_lets_a_session_end_a_chunk_that_has_come(
+    core: EngineCore,
+) -> None:
+    streams = between_chunks(core)
+    paused = core.inflight("pause", {"mode": "wait"})
+    assert isinstance(paused, Future) and not paused.done()
+    for _ in range(50):
+        if paused.done():
+            break
+        streams.step()
+    assert paused.result(timeout=0)["ok"]["paused"] is True
+    assert len(streams.tokens["s"]) == 8
+    add(core, "other", prompt(3))
+    assert "other" not in streams.step(5).tokens
+    call(core, "resume")
+    say(core, [0], is_last=True)
+    streams.run()
 
 
 def aborted(core: EngineCore, *, is_idle: bool) -> Told:

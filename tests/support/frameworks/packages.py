@@ -1,6 +1,9 @@
 """A framework's own worker extension, unmodified, in an engine of this process.
 
-Usage: python -m tests.support.frameworks.packages FRAMEWORK OLD NEW
+Usage: python -m tests.support.frameworks.packages FRAMEWORK OLD NEW [SENT]
+
+The framework sends the tensors of SENT, and so makes of OLD what NEW is. Without SENT
+it sends those of NEW.
 
 The packages are in build/frameworks (`make test-frameworks`), without what they depend
 on. So only the file of the extension and those that it uses are imported. A package's
@@ -37,6 +40,7 @@ from tests.support.frameworks.repositories import (
     skyrl_head,
 )
 from tests.support.models.quantised import BLOCK, KINDS, quantise
+from tests.support.models.tiny_drafters import MTP
 from tests.support.trainers import bucket_sender
 
 Tensors = dict[str, torch.Tensor]
@@ -254,6 +258,7 @@ JOIN: dict[str, Callable[[Any, Path], Callable[[Tensors], Any]]] = {
     "verl": verl,
     "verl_fp8": verl,
     "verl_fp8_packed": verl,
+    "verl_mtp": verl,
     "checkpoint_engine": checkpoint_engine,
     "swift": swift,
     "prime_rl_nccl": prime_rl_nccl,
@@ -275,14 +280,15 @@ JOIN: dict[str, Callable[[Any, Path], Callable[[Tensors], Any]]] = {
 PACKS = {"verl_fp8": False, "verl_fp8_packed": True}
 """Frameworks that send bf16 to an engine with blocks of FP8 → see `use_torch`."""
 
-OPTIONS_OF = {
+OPTIONS_OF: dict[str, dict[str, Any]] = {
+    "verl_mtp": {"speculative_config": MTP},
     "skyrl": {"weight_transfer_config": {"backend": "local"}},
     "skyrl_head": {"weight_transfer_config": {"backend": "nccl"}},
 }
 """Of the engine, for frameworks that need more than their extension."""
 
 
-def main(framework: str, old: Path, new: Path) -> None:
+def main(framework: str, old: Path, new: Path, sent: Path | None = None) -> None:
     from tests.e2e.test_upstream_reloads import parameters
     from tests.support.engines.bare_core import (
         Streams,
@@ -296,7 +302,7 @@ def main(framework: str, old: Path, new: Path) -> None:
     from tests.support.frameworks.core import beside_steps, extended_core
 
     extension = f"benchmarks.frameworks.extensions.{framework}"
-    tensors = load_file(new / "model.safetensors")
+    tensors = load_file((sent or new) / "model.safetensors")
     if framework in PACKS:
         os.environ["VERL_DISABLE_TRITON_FP8"] = "1"
         use_torch(packs=PACKS[framework])
@@ -327,4 +333,4 @@ def main(framework: str, old: Path, new: Path) -> None:
 
 if __name__ == "__main__":
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
+    main(sys.argv[1], *map(Path, sys.argv[2:]))

@@ -70,6 +70,16 @@ def test_a_fused_parameter_is_filled_by_its_shards_in_order():
             False,
         ),
         ("l.m.layers.0.q l.head p.0.w", "v.e.layers.0.q v.embed", False),
+        # An embedding further up than its layers, as that of ChatGLM and of BERT.
+        ("t.e.layers.0.q t.e.norm t.head", "t.embedding.words", True),
+        ("t.e.layers.0.q", "t.embedding.words t.v.t.layers.0.q t.v.patch_embed", True),
+        ("t.e.layers.0.q t.embedding.words", "t.v.t.layers.0.q t.v.patch_embed", False),
+        ("t.e.layers.0.q t.embedding.words", "t.v.linear.w t.head", False),
+        ("t.v.t.layers.0.q", "t.v.patch_embed t.e.layers.0.q t.embedding.words", True),
+        ("l.m.layers.0.q", "v.m.e.layers.0.q v.m.embed.patch p.embed.w", False),
+        ("m.l.layers.0.q m.v.blocks.0.q", "m.embed_vision.projection", False),
+        ("m.layers.0.q m.embed", "draft.m.layers.0.q draft.m.embed draft.fc", False),
+        ("m.layers.0.q draft.m.embed", "draft.m.layers.0.q draft.fc", True),
     ],
 )
 def test_a_version_is_torn_if_a_part_of_the_model_or_each_layer_lacks_tensors(

@@ -85,7 +85,9 @@ class PauseControl(Protocol):
     def flush(self) -> dict[str, Any]:
         """Drop every cache."""
 
-    def check_commit(self, mode: PauseMode, *, flush_cache: bool = False) -> None:
+    def check_commit(
+        self, mode: PauseMode, *, flush_cache: bool = False, may_keep: bool = False
+    ) -> None:
         """Raise if a commit cannot treat requests as `mode` says."""
 
     def between_requests(self, mode: PauseMode, switch: Switch) -> Any:

@@ -313,9 +313,11 @@ class Controller(Attached):
         flush_cache = check_flag(call.flush_cache, "flush_cache")
         # What stays in place keeps its KV, so a flush that names no mode retracts.
         usual = kv_connectors.default_mode(self.core.scheduler)
-        mode = PauseMode.parse(call.mode, "retract" if flush_cache else usual)
-        mode = self.pauses.absorption.at_commit(mode)
-        self.pauses.check_commit(mode, flush_cache=flush_cache)
+        named = PauseMode.parse(call.mode, "retract" if flush_cache else usual)
+        mode = self.pauses.absorption.at_commit(named)
+        self.pauses.check_commit(
+            mode, flush_cache=flush_cache, may_keep=mode is not named
+        )
 
         def switch() -> dict[str, Any]:
             # Running requests were waited for: it may have ended meanwhile, and what is

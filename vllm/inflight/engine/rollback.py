@@ -90,12 +90,12 @@ class Rollbacks:
             raise VersionConflict(
                 f"the rollback target is {label!r}, not {call.to_version!r}"
             )
-        mode = PauseMode.parse(
+        named = PauseMode.parse(
             call.mode, kv_connectors.default_mode(self._core.scheduler)
         )
-        mode = controller.pauses.absorption.at_commit(mode)
+        mode = controller.pauses.absorption.at_commit(named)
         try:
-            controller.pauses.check_commit(mode)
+            controller.pauses.check_commit(mode, may_keep=mode is not named)
         except PauseConflict:
             if not is_undo:
                 raise

@@ -60,7 +60,10 @@ def inflight_command(
 def inflight_result(
     self: upstream.WorkerBase, serial: int, number: int
 ) -> dict[str, Any]:
-    """Reply with the result of call `number` of the worker's extension, in a list."""
+    """Reply with the result of call `number` of the worker's extension, in a list.
+
+    The name of the first tensor of the update comes with it.
+    """
     return answered(
         lambda: WorkerState.of(self).require_stager().extension.take(serial, number)
     )

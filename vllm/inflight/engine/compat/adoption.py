@@ -21,7 +21,7 @@ import threading
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -76,7 +76,7 @@ class OpenVersion:
     framework: str
     update: Update
     names: tuple[str, ...]
-    """The tensors of its first call, if the call told."""
+    """The tensors of its first call, if the call told; else the first tensor."""
     is_rest: bool
     """Whether its first call may be in the middle of a version that has failed."""
     num_calls: int = 0
@@ -95,14 +95,21 @@ class Failure:
     """The last version of a framework, if it has failed."""
 
     names: tuple[str, ...]
-    """The tensors of its first call."""
+    """The tensors that its first call told, or the first tensor."""
     error: InflightError
     has_ended: bool
     """Whether its end was marked, so that the next call begins another version."""
+    rest: tuple[str, ...] = ()
+    """The same of the call that was rejected last, because it might be the rest."""
 
     def may_go_on_with(self, names: tuple[str, ...]) -> bool:
-        """Whether a call with tensors `names` may be in the middle of this version."""
-        return not self.has_ended and not (names and names == self.names)
+        """Whether a call with tensors `names` may be in the middle of this version.
+
+        No rest begins twice in the same way: a trainer has begun to send in another
+        order.
+        """
+        is_begin = bool(names) and names in (self.names, self.rest)
+        return not self.has_ended and not is_begin
 
 
 class Adoption:
@@ -379,8 +386,11 @@ class Adoption:
         ranks = self._controller.ranks
         if ranks.reason is not None:
             return f"weights of this engine cannot be updated in flight: {ranks.reason}"
-        if ranks.has_mtp:
-            return "the engine drafts with MTP layers, which the method may also write"
+        if ranks.has_mtp and row.role is Role.COMPLETING:
+            return (
+                "the engine drafts with MTP layers, and no call tells whether their "
+                "tensors still come"
+            )
         if self._is_quantised and not row.takes_quantised:
             return "the model is quantised, and the method prepares its layers itself"
         if self._is_quantised and (
@@ -517,7 +527,9 @@ class Adoption:
 
         """
         row, update = call.row, version.update
-        results = self._controller.ranks.results(update.serial, number)
+        told_by = self._controller.ranks.results(update.serial, number)
+        results = [result for result, _ in told_by]
+        self._note_first(version, next((first for _, first in told_by if first), None))
         failure = next(filter(None, map(row.failure, results)), None)
         if failure is not None and len(results) == self._controller.num_ranks:
             message = f"{row.method} of {row.framework} has failed: {failure}"
@@ -534,6 +546,8 @@ class Adoption:
             )
             self._give_up(version, error)
             raise error
+        if row.role is Role.COMPLETING:
+            self._reject_rest(version)
         params = told["ok"]["parameters"]
         if not self._is_end(call, params):
             return results, False
@@ -546,6 +560,26 @@ class Adoption:
             update.may_lack, update.may_be_first = row.framework, not version.is_rest
         version.is_ending = True
         return results, True
+
+    def _note_first(self, version: OpenVersion, first: str | None) -> None:
+        """Note the first tensor of a version whose first call has told no names."""
+        if version.names or first is None:
+            return
+        version.names = (first,)
+        failure = self._failed.get(version.framework)
+        version.is_rest = failure is not None and failure.may_go_on_with(version.names)
+
+    def _reject_rest(self, version: OpenVersion) -> None:
+        """Raise the error of the version before if this one may be the rest of that.
+
+        The next version would complete it otherwise, and be a mixture.
+        """
+        failure = self._failed.get(version.framework)
+        if failure is None or not failure.names or not version.is_rest:
+            return
+        self._give_up(version, failure.error)
+        self._failed[version.framework] = replace(failure, rest=version.names)
+        raise failure.error
 
     def _is_end(self, call: Recognised, params: Mapping[str, int]) -> bool:
         """Whether a version ends with a call; `params` counts its parameters."""

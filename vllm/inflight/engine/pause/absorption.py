@@ -18,8 +18,6 @@ from enum import StrEnum
 from typing import Any
 
 from vllm.inflight.engine.context import EngineContext
-from vllm.inflight.engine.scheduling import request_checks
-from vllm.inflight.errors import PauseConflict
 from vllm.inflight.update import PauseMode
 
 PATIENCE_S = 10.0
@@ -143,21 +141,12 @@ class Absorption:
         is_flush = self.is_flush
         self.end()
         try:
-            request_checks.check_mode(
-                self._controller.core.scheduler,
-                mode,
-                in_process=self._controller.in_process,
-            )
-            actual = mode
-        except PauseConflict:  # of a request that came after the pause
-            actual, is_flush = PauseMode.IN_PLACE, False
-        try:
-            stopped = self._stop(actual, is_flush)
+            stopped = self._stop(mode, is_flush)
         except BaseException:
             self.mode, self.is_flush = mode, is_flush
             raise
         self._controller.counts.enforced[need.value] += 1
-        self._controller.events.enforced(actual, need.value)
+        self._controller.events.enforced(mode, need.value)
         self._forced = stopped if isinstance(stopped, Future) else None
         return self._forced
 

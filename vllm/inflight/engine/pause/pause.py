@@ -37,6 +37,8 @@ from vllm.inflight.errors import (
 )
 from vllm.inflight.update import PAUSE_MOVES, PauseMode, check_owner
 
+logger = upstream.init_logger(__name__)
+
 Reply = dict[str, Any]
 
 
@@ -140,9 +142,7 @@ class Pauses:
         def settle() -> Reply:
             # A stricter pause may have replaced this one, and has treated the requests.
             if mode is PauseMode.RETRACT and self.asked is mode:
-                counts["num_retracted"] = SchedulerState.of(
-                    self._core.scheduler
-                ).retract()
+                counts["num_retracted"] = self._retract()
             flushed = self._flushed(media=True) if flush_cache else {"dropped": None}
             treated = self._controller.counts.treated(counts)
             reply: Reply = self._reply(started) | treated | flushed
@@ -170,9 +170,7 @@ class Pauses:
 
         def settle() -> Reply:
             if mode is PauseMode.RETRACT:
-                counts["num_retracted"] = SchedulerState.of(
-                    self._core.scheduler
-                ).retract()
+                counts["num_retracted"] = self._retract()
                 self.note_retracted()
             return release(self._controller.counts.treated(counts))
 
@@ -248,10 +246,18 @@ class Pauses:
         self._lease.drop()
 
     # ------------------------------------------------------------- at a commit
-    def check_commit(self, mode: PauseMode, *, flush_cache: bool = False) -> None:
-        """Raise if a commit cannot treat requests as `mode` says at this moment."""
-        kv_connectors.check_commit(self._core.scheduler, mode)
-        self._check_mode(mode)
+    def check_commit(
+        self, mode: PauseMode, *, flush_cache: bool = False, may_keep: bool = False
+    ) -> None:
+        """Raise if a commit cannot treat requests as `mode` says at this moment.
+
+        With `may_keep`, a request that cannot be retracted may stay in place, unless
+        other requests would read its KV of old weights.
+        """
+        scheduler = self._core.scheduler
+        kv_connectors.check_commit(scheduler, mode)
+        if not may_keep or self._would_share_old_kv():
+            self._check_mode(mode)
         if flush_cache:
             request_checks.check_flush(self._core.scheduler, mode)
         if mode is PauseMode.WAIT and self._controller.dp_commit.is_kept:
@@ -336,7 +342,7 @@ class Pauses:
         """Retract or abort requests as a commit in `mode` does; returns the counts."""
         facts: Reply = {}
         if mode is PauseMode.RETRACT:
-            facts["num_retracted"] = SchedulerState.of(self._core.scheduler).retract()
+            facts["num_retracted"] = self._retract()
         elif mode is PauseMode.ABORT:
             facts |= abort.abort_requests(self._controller)
         # The front end has dropped its media when it asked for the pause.
@@ -386,9 +392,11 @@ class Pauses:
 
         def settle() -> Reply:
             if mode is PauseMode.RETRACT and self.asked is mode:
-                retracted = SchedulerState.of(self._core.scheduler).retract()
-                self._controller.counts.treated({"num_retracted": retracted})
-            return self._flushed(media=False) if flush_cache else {}
+                self._controller.counts.treated({"num_retracted": self._retract()})
+            flushed = self._flushed(media=False) if flush_cache else {}
+            if why := flushed.get("not_dropped"):
+                logger.warning("the pause has taken force, and %s", why)
+            return flushed
 
         return self._then(stopped, settle)
 
@@ -419,6 +427,31 @@ class Pauses:
             return {"dropped": flush(self._core, media=media)}
         except PauseConflict as error:
             return {"dropped": None, "not_dropped": error.message}
+
+    def _retract(self) -> int:
+        """Retract all requests but those that cannot be; returns their number.
+
+        A request that came after an absorbed pause may be such a one.
+        """
+        scheduler = self._core.scheduler
+        stuck = request_checks.unretractable(scheduler)
+        if stuck:
+            named = request_checks.joined(stuck)
+            logger.warning("%s cannot be retracted and stays in place", named)
+        besides = {name for names in stuck.values() for name in names}
+        return SchedulerState.of(scheduler).retract(besides=besides)
+
+    def _would_share_old_kv(self) -> bool:
+        """Whether other requests would read KV of requests that stay in place.
+
+        They would by a connector, or because the absorbed pause is to drop the cache
+        and nothing else keeps versions apart in it.
+        """
+        scheduler = self._core.scheduler
+        if kv_connectors.default_mode(scheduler) != PauseMode.IN_PLACE:
+            return True
+        is_shared = SchedulerState.of(scheduler).policy.oldest is None
+        return is_shared and self.absorption.is_flush
 
     def _check_mode(self, mode: PauseMode) -> None:
         request_checks.check_mode(

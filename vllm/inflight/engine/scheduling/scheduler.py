@@ -118,16 +118,19 @@ class ServingState(SchedulerState):
         return bool(sent_back or self.active())
 
     # -------------------------------------------------------------- retraction
-    def retract(self, only: Collection[str] | None = None) -> int:
+    def retract(
+        self, only: Collection[str] | None = None, *, besides: Collection[str] = ()
+    ) -> int:
         """Send every request that holds KV back to the front of the queue, in order."""
         scheduler = self._scheduler
         running = scheduler.running
-        names = {r.request_id for r in running} if only is None else only
+        names = {r.request_id for r in running} if only is None else set(only)
+        names = names.difference(besides)
         chosen = [r for r in running if r.request_id in names]
         running[:] = [r for r in running if r.request_id not in names]
         num_retracted = len(chosen)
         if only is None:
-            num_retracted += self._retract_loaded()
+            num_retracted += self._retract_loaded(besides)
         timestamp = time.monotonic()
         while chosen:
             # The last request first, since each goes to the front of the queue.
@@ -144,14 +147,15 @@ class ServingState(SchedulerState):
         scheduler.prev_step_scheduled_req_ids.difference_update(names)
         return num_retracted
 
-    def _retract_loaded(self) -> int:
+    def _retract_loaded(self, besides: Collection[str]) -> int:
         """Retract requests with KV from a connector that have not run since.
 
         They queue behind the retracted running requests. Most of them are unknown to
         the workers, so they are not preempted. Returns their number.
         """
         scheduler = self._scheduler
-        loaded = [r for r in self.waiting.holding_kv() if _is_loaded(r)]
+        waiting = self.waiting.holding_kv()
+        loaded = [r for r in waiting if _is_loaded(r) and r.request_id not in besides]
         self.waiting.drop_kv(loaded)
         experts = getattr(scheduler, "aux_output_connector", None)
         for request in loaded:

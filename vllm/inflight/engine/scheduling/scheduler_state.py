@@ -98,7 +98,9 @@ class SchedulerState(Attached, ABC):
         """Stamp the next steps with `version`."""
 
     @abstractmethod
-    def retract(self, only: Collection[str] | None = None) -> int:
+    def retract(
+        self, only: Collection[str] | None = None, *, besides: Collection[str] = ()
+    ) -> int:
         """Send every request that holds KV back to the front of the queue, in order.
 
         Sampled tokens are kept. Prompt and output are prefilled again with the weights
@@ -106,6 +108,7 @@ class SchedulerState(Attached, ABC):
 
         Args:
             only: the ids of the running requests to retract; None for all requests.
+            besides: the ids of requests that keep their KV.
 
         """
 

@@ -7,13 +7,14 @@ between two inputs. The others have none and are admitted when there is room.
 |---|---|---|---|
 | from 0.32 | `kv_holding_waiting` | `waiting` | those with KV are admitted |
 | 0.31 | `kv_holding_waiting` | `waiting` | no waiting request is admitted |
-| before 0.31 | `skipped_waiting` | there, and in `waiting` | the same |
+| before 0.31 | `skipped_waiting`, `waiting` | the same queues | the same |
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 from vllm.inflight import upstream
@@ -119,22 +120,26 @@ class SkippedRequests(HeldBackRequests):
     """The waiting requests of vLLM before 0.31, where KV does not choose the queue.
 
     `skipped_waiting` has the requests that a step could not admit, with KV or without.
-    Upstream looks there first.
+    Upstream looks there first. `waiting` has the others. Among them is a session whose
+    next input came before its last one was done: it keeps its KV.
     """
 
     def all(self) -> list[upstream.Request]:
         """Every waiting request without KV, the next one first."""
-        skipped = [r for r in self._scheduler.skipped_waiting if not _holds_kv(r)]
-        return [*skipped, *self._scheduler.waiting]
+        return [request for request in self._queued() if not _holds_kv(request)]
 
     def holding_kv(self) -> list[upstream.Request]:
         """Every waiting request with KV, the next one first."""
-        return [r for r in self._scheduler.skipped_waiting if _holds_kv(r)]
+        return [request for request in self._queued() if _holds_kv(request)]
 
     def drop_kv(self, requests: Collection[upstream.Request]) -> None:
         """Move requests with KV in front of those without; the caller frees the KV."""
         self._scheduler.skipped_waiting.remove_requests(requests)
+        self._scheduler.waiting.remove_requests(requests)
         self._put_in_front(requests)
+
+    def _queued(self) -> Iterator[upstream.Request]:
+        return chain(self._scheduler.skipped_waiting, self._scheduler.waiting)
 
     @contextmanager
     def sent_back_first(self) -> Iterator[None]:

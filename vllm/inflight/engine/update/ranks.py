@@ -238,10 +238,11 @@ class Ranks:
         if self._kind.is_ordered:
             self._unread.append(reply)  # Ray keeps any number of replies
 
-    def results(self, serial: int, number: int) -> list[Any]:
+    def results(self, serial: int, number: int) -> list[tuple[Any, str | None]]:
         """What each rank has returned in call `number` of its extension.
 
-        A rank whose call has failed has no result and is left out.
+        The name of the first tensor that the update has brought comes with it. A rank
+        whose call has failed has no result and is left out.
         """
         found = self._call("inflight_result", serial, number)
         return list(chain.from_iterable(found))

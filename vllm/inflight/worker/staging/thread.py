@@ -40,6 +40,7 @@ from vllm.inflight.transport.collective.nccl import still_writes
 from vllm.inflight.transport.files.receiver_engine import LocalUpdateInfo
 from vllm.inflight.transport.rank_numbers import own_entry, worker_index
 from vllm.inflight.update import Manifest
+from vllm.inflight.worker.model.kinds.drafter import of_mtp_alone
 from vllm.inflight.worker.model.kinds.quantized import require_same_numbers
 from vllm.inflight.worker.shadow.carry_over import copy_unsent, layer_siblings, retie
 from vllm.inflight.worker.shadow.change_log import Keeping
@@ -392,7 +393,7 @@ class StagingThread(Background):
         if self._is_cancelled():  # a thread of the method may have been left
             raise Cancelled("the update was aborted")
         # Kept before anything below fails: the caller gets it as it is.
-        extension.keep(self.serial, command.number, result)
+        extension.keep(self.serial, command.number, result, door.first)
         self._stager.drain()
         if door.failure is not None:
             raise door.failure
@@ -453,6 +454,21 @@ class StagingThread(Background):
             if is_first
             else "",
         )
+
+    def _allow_lack_of_mtp(self) -> None:
+        """Let MTP layers keep their live values if a framework has sent none of them.
+
+        Its trainer may have no such layers. The model checks every token that they
+        draft.
+        """
+        assert self._intake is not None and self._shadow.module is not None
+        if self._fills:
+            return  # there is no live value
+        begun, due = self._intake.coverage.begun, set(self._intake.due())
+        of_mtp = of_mtp_alone(self._shadow.module, due)
+        if begun and of_mtp and due - begun <= of_mtp and of_mtp.isdisjoint(begun):
+            self._intake.leave_unsent()
+            logger.info("no tensor of MTP layers has come; they keep their live values")
 
     def _read(self, payload: object) -> Any:
         """What `update_info` says to the transport; raises `Malformed`."""
@@ -516,6 +532,8 @@ class StagingThread(Background):
             self._door.require_all_through(intake.coverage.begun)
         if command.may_lack is not None:
             self._allow_lack(command.may_lack, command.may_be_first)
+        elif self._door is not None:
+            self._allow_lack_of_mtp()
         if self._is_open and self._transport.defers_processing:
             self._transport.drain_pending()
         intake.complete()

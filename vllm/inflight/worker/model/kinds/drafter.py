@@ -12,7 +12,7 @@ model's names, and both loaders get each of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -136,6 +136,17 @@ def sent_names(root: torch.nn.Module, names: list[str]) -> list[str]:
     if not isinstance(root, ModelWithDrafter):
         return names
     return [root.sent_name(name) for name in names]
+
+
+def of_mtp_alone(root: torch.nn.Module, params: Collection[str]) -> set[str]:
+    """Those of all parameters that no tensor of the model without MTP layers fills.
+
+    An embedding of the drafter's own may be filled by the model's tensor.
+    """
+    if not isinstance(root, ModelWithDrafter) or not root.is_mtp:
+        return set()
+    drafters = {name for name in params if name.startswith(DRAFT)}
+    return {name for name in drafters if root.sent_name(name) not in params}
 
 
 def trees(root: torch.nn.Module) -> tuple[torch.nn.Module, ...]:

@@ -52,11 +52,11 @@ class Batches:
 
     Args:
         pairs: names and tensors.
-        names: takes the names of those that were drawn.
+        names: takes the names of those that were drawn, in order.
 
     """
 
-    def __init__(self, pairs: Sequence[Pair], names: set[str]) -> None:
+    def __init__(self, pairs: Sequence[Pair], names: list[str]) -> None:
         self._pairs, self._names = pairs, names
 
     def __iter__(self) -> Iterator[Pair]:
@@ -70,7 +70,7 @@ class Batches:
             if batch and num_bytes + tensor.nbytes > BATCH_BYTES:
                 yield batch
                 batch, num_bytes = [], 0
-            self._names.add(name)
+            self._names.append(name)
             batch.append((name, tensor))
             num_bytes += tensor.nbytes
         if batch:
@@ -94,6 +94,7 @@ class Door:
         failure: the first error of a load, or of what was rejected. A method may handle
             it, and report success.
         memory: of the parameters.
+        first: the name of the first tensor of the update.
         call: the latest call of a method, which may be over. Threads that are older
             than it belong to it, too, while they load.
 
@@ -118,6 +119,7 @@ class Door:
         self.note_homes()
         self._device = device
         self.failure: Exception | None = None
+        self.first: str | None = None
         self.call: AdoptedCall | None = None
         self.stream: torch.cuda.Stream | None = None
         """The stream of staging, while a method runs on a GPU."""
@@ -140,7 +142,7 @@ class Door:
             return self._loaded(weights, call)
 
     def _loaded(self, weights: Iterable[Pair], call: AdoptedCall) -> set[str]:
-        names: set[str] = set()
+        names: list[str] = []
         self.bring_home()
         incoming: Batches | Iterator[Pair] = self._drawn(weights, call, names)
         if type(weights) in (list, tuple) and not self._clones:
@@ -157,11 +159,12 @@ class Door:
             self.note(error)
             raise
         finally:
+            self.first = self.first or next(iter(names), None)
             self._note_load()
-        return names
+        return set(names)
 
     def _drawn(
-        self, weights: Iterable[Pair], call: AdoptedCall, names: set[str]
+        self, weights: Iterable[Pair], call: AdoptedCall, names: list[str]
     ) -> Iterator[Pair]:
         """Tensors that an iterator of the method gives; their names are noted."""
         usual = torch.get_default_device()
@@ -183,7 +186,7 @@ class Door:
                 if pair is None:
                     return
                 name, tensor = pair
-                names.add(name)
+                names.append(name)
                 yield name, tensor.clone() if self._clones else tensor
 
         return drawn()

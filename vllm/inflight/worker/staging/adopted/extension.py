@@ -107,7 +107,7 @@ class ExtensionCalls(StagedEngine):
     usual_device: torch.device | None = None
     """The default device of the thread that executes worker calls as upstream does."""
     _stand_in: Any = None
-    _results: dict[tuple[int, int], Any] | None = None
+    _results: dict[tuple[int, int], tuple[Any, str | None]] | None = None
     _source: dict[str, Any] | None = None
     """What the model's config said of its files before the update."""
 
@@ -192,14 +192,22 @@ class ExtensionCalls(StagedEngine):
         for field, value in (self._source or {}).items():
             setattr(self.worker.vllm_config.model_config, field, value)
 
-    def keep(self, serial: int, number: int, result: object) -> None:
-        """Keep the result of call `number` of an update until it is taken."""
+    def keep(self, serial: int, number: int, result: object, first: str | None) -> None:
+        """Keep the result of call `number` of an update until it is taken.
+
+        Args:
+            serial: of the update.
+            number: of the call.
+            result: of the method.
+            first: the name of the first tensor of the update.
+
+        """
         others = self._results or {}
         self._results = {k: v for k, v in others.items() if k[0] == serial}
-        self._results[serial, number] = result
+        self._results[serial, number] = result, first
 
-    def take(self, serial: int, number: int) -> list[Any]:
-        """The result of a call, in a list; the list is empty if there is none."""
+    def take(self, serial: int, number: int) -> list[tuple[Any, str | None]]:
+        """The result of a call and the first tensor, in a list; empty without one."""
         results = self._results or {}
         if (serial, number) not in results:
             return []
