@@ -11,6 +11,8 @@ InflightError
  │   ├─ WrongPhase           the update's phase does not allow the call
  │   ├─ UpdateBusy           another update is under way
  │   ├─ VersionConflict      the caller expected another version
+ │   ├─ BaseMismatch         a delta starts from another version
+ │   ├─ DeltaUnsupported     a rank cannot apply this delta
  │   ├─ NoTransport          no weight transfer backend is configured
  │   ├─ StagingUnavailable   this engine cannot have shadow weights
  │   │   └─ OutOfDeviceMemory    the device lacks memory for them
