@@ -93,6 +93,17 @@ def test_a_server_that_does_not_answer_is_reported_within_the_timeout(engine):
         client.weight_info()
 
 
+def test_a_call_that_waits_for_a_server_says_so_in_the_log(engine, client, logged):
+    engine.faults["/weight_info"] = [STARTING] * 5
+    client.weight_info()
+    assert set(logged) == {
+        f"{engine.url}: no answer to GET /weight_info yet (HTTP 503)"
+    }
+    engine.delays["/weight_info"] = 1.5  # it answers, and takes its time
+    client.weight_info()
+    assert len(logged) == 1
+
+
 def test_the_status_call_returns_one_update_or_all(engine, client):
     assert client.status()["active"] is None
     update_id = engine.begin_elsewhere()

@@ -618,7 +618,8 @@ class Publisher:
                 f"{method}() {BLOCKS}the engine's own methods, or await "
                 "asyncio.to_thread(...)"
             )
-        return RetryBudget(self._timeout_s if timeout_s is None else timeout_s)
+        seconds = self._timeout_s if timeout_s is None else timeout_s
+        return RetryBudget(seconds, is_logged=True)
 
     def _let_go(self) -> None:
         self._base = None
