@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.inflight.errors import ConfigError
+from vllm.inflight.errors import ConfigError, nearest
 
 OURS = "inflight"
 """The entry of vLLM's `additional_config` that has our fields."""
@@ -274,7 +274,8 @@ class InflightConfig:
         for name in values:
             if name not in known:
                 raise ConfigError(
-                    f"inflight {name} is not a field; fields are {', '.join(known)}"
+                    f"inflight {name} is not a field{nearest(name, known)}; fields are "
+                    f"{', '.join(known)}"
                 )
         return cls(**values)
 
@@ -340,7 +341,7 @@ def _given(vllm_config: Any) -> object:
 def _is_misspelt(name: object) -> bool:
     """Whether a name in `additional_config` is meant to be ours."""
     plain = re.sub("[^a-z]", "", str(name).lower()).removeprefix("vllm")
-    return bool(difflib.get_close_matches(plain, [OURS], cutoff=0.85))
+    return bool(difflib.get_close_matches(plain, [OURS], cutoff=0.9))
 
 
 def admin_key() -> str | None:

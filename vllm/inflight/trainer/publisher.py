@@ -181,6 +181,8 @@ class Publisher:
         ):
             if value not in choices:
                 raise ConfigError(f"{name} must be one of {choices}, got {value!r}")
+        if delta == "always" and not digests:
+            raise ConfigError("delta='always' needs digests=True")
         if delta_memory == "device" and (delta_shards or delta_file is not None):
             raise ConfigError(
                 "delta_memory='device' excludes delta_file, and delta_shards: with "
