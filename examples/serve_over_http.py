@@ -2,6 +2,7 @@
 
 python -m examples.serve_over_http         # starts a server of its own
 python -m examples.serve_over_http URL     # uses one that serves this model:
+    export VLLM_CPU_KVCACHE_SPACE=1        # on the CPU build
     python -m examples.tiny_model /tmp/tiny
     vllm serve /tmp/tiny --weight-transfer-config '{"backend": "local"}'
 """

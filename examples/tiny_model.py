@@ -5,8 +5,8 @@ python -m examples.tiny_model FOLDER [SEED]    # just its checkpoint, to serve
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -82,4 +82,11 @@ class Trainer:
 
 
 if __name__ == "__main__":
-    make_checkpoint(sys.argv[1], *map(int, sys.argv[2:3]))
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.tiny_model", description="Write a model to serve."
+    )
+    parser.add_argument("folder", metavar="FOLDER", help="where to write it")
+    parser.add_argument(
+        "seed", metavar="SEED", nargs="?", type=int, default=0, help="of its weights"
+    )
+    make_checkpoint(**vars(parser.parse_args()))

@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.support.engines.torch_trainer import training
 from tests.support.serving import Server
 from tests.support.waiting import until
 from vllm.inflight.api.server.metrics import FRESH_S
 from vllm.inflight.api.server.routes import ROUTES
+from vllm.inflight.trainer import Publisher
 
 pytestmark = pytest.mark.engine
 
@@ -251,6 +253,35 @@ def test_the_commands_of_the_quickstart_do_what_it_says(
     )
     assert "vllm:inflight_rollbacks_total" in said["Watch"]
     assert "Nothing is wrong" in said["Watch"]
+
+
+def test_a_delta_made_by_hand_as_the_page_says_is_committed(
+    server: Server, folders: Path
+) -> None:
+    section = (DOCS / "deltas.md").read_text().split("\n## By hand\n")[1]
+    blocks = re.findall(
+        r"^```python\n(.*?)^```", section.split("\n## ")[0], re.DOTALL | re.MULTILINE
+    )
+    old = load_file(folders / "qwen" / "model.safetensors")
+    new = {name: tensor.clone() for name, tensor in old.items()}
+    new["model.norm.weight"][3] += 0.5
+    made: dict[str, Any] = {"old": old, "new": new}
+    code = "".join(blocks).replace("http://127.0.0.1:8000", server.url)
+    server.post("/update_weights_from_disk", {"path": str(folders / "qwen")})
+    exec(code, made)
+    # Without a manifest no copy of the tensors is kept on the CPU build.
+    error = made["reply"].json()["error"]
+    assert error["code"] == "delta_unsupported"
+    assert "manifest that has the digest of each tensor" in error["remedy"]
+    with Publisher(server.url, old, delta="off") as publisher:
+        publisher.publish("step-100")
+    exec(code, made)
+    reply = made["reply"].json()
+    assert reply.get("weight_version") == "step-101", reply
+    whole = folders / "whole.safetensors"
+    save_file(new, whole)
+    again = server.post("/update_weights_from_disk", {"path": str(whole)})
+    assert again["digest"] == reply["digest"]
 
 
 def replies(text: str) -> list[Any]:

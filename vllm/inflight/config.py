@@ -8,14 +8,18 @@ both travel to every process in vLLM's `additional_config["inflight"]`.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.inflight.errors import ConfigError
+from vllm.inflight.errors import ConfigError, nearest
 
+OURS = "inflight"
+"""The entry of vLLM's `additional_config` that has our fields."""
 ADMIN_KEY_ENV = "VLLM_INFLIGHT_ADMIN_KEY"
 API_KEY_ENV = "VLLM_API_KEY"
 CONFIG_ENV = "VLLM_INFLIGHT_CONFIG"
@@ -270,13 +274,14 @@ class InflightConfig:
         for name in values:
             if name not in known:
                 raise ConfigError(
-                    f"inflight {name} is not a field; fields are {', '.join(known)}"
+                    f"inflight {name} is not a field{nearest(name, known)}; fields are "
+                    f"{', '.join(known)}"
                 )
         return cls(**values)
 
     @classmethod
     def of(cls, vllm_config: Any) -> InflightConfig:
-        """The configuration that a `VllmConfig` carries."""
+        """The configuration that a `VllmConfig`, or its `EngineArgs`, carries."""
         return cls.parse(_given(vllm_config))
 
     @staticmethod
@@ -322,7 +327,21 @@ def with_environment(extra: Any) -> Any:
 
 def _given(vllm_config: Any) -> object:
     extra = vllm_config.additional_config
-    return extra.get("inflight") if isinstance(extra, Mapping) else None
+    if not isinstance(extra, Mapping):
+        return None
+    for name in extra:
+        if name != OURS and _is_misspelt(name):
+            raise ConfigError(
+                f"additional_config has {name!r}; the fields of vLLM in-flight are "
+                f"under {OURS!r}"
+            )
+    return extra.get(OURS)
+
+
+def _is_misspelt(name: object) -> bool:
+    """Whether a name in `additional_config` is meant to be ours."""
+    plain = re.sub("[^a-z]", "", str(name).lower()).removeprefix("vllm")
+    return bool(difflib.get_close_matches(plain, [OURS], cutoff=0.9))
 
 
 def admin_key() -> str | None:

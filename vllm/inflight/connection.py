@@ -13,6 +13,10 @@ import httpx
 
 from vllm.inflight.errors import ConfigError
 
+DIRECT = {f"all://{host}": None for host in ("127.0.0.1", "localhost", "[::1]")}
+"""Hosts that are reached without the proxy of the environment. A proxy on another host
+cannot reach them, and answers like a server that is starting."""
+
 
 def connect(url: str, key: str | None, **options: Any) -> httpx.Client:
     """Make the client of a server, without calling the server.
@@ -34,7 +38,7 @@ def connect(url: str, key: str | None, **options: Any) -> httpx.Client:
         )
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        client = httpx.Client(base_url=url, headers=headers, **options)
+        client = httpx.Client(base_url=url, headers=headers, mounts=DIRECT, **options)
         has_host = bool(client.base_url.host)
         client.base_url.raw_host.decode("ascii").encode("idna")  # as the look-up does
     except (httpx.InvalidURL, UnicodeError) as error:

@@ -452,7 +452,9 @@ def _packed_tensors(
         is_packed(entries) and entries["kind"] == "list"
     )
     if not is_list or length(entries) > MAX_TENSORS:
-        raise Malformed(f"manifest field 'tensors' must list up to {MAX_TENSORS}")
+        raise Malformed(
+            f"manifest field 'tensors' must be a list of up to {MAX_TENSORS} tensors"
+        )
     if is_delta and not length(entries):
         raise Malformed("the manifest of a delta must name a tensor, changed or not")
     # Several sets, since the growth of one with 100,000 names takes milliseconds.

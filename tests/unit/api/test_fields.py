@@ -83,7 +83,7 @@ def test_flags_that_are_not_boolean_are_rejected(path, body, field, said):
             {"start": {"owner": "a"}, "finish": {"owner": "b"}},
             "owner is given twice, as 'a' and as 'b'",
         ),
-        ({"strat": {}}, "unknown field 'strat'; this route takes update_info, .*start"),
+        ({"strat": {}}, "'strat' .nearest: start.; this route takes update_info"),
     ],
 )
 def test_what_opens_or_commits_an_update_with_its_chunk_is_checked(body, message):

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,6 +96,19 @@ def test_any_other_json_is_rejected_as_a_configuration(values):
         return
     assert 0.1 <= config.update_deadline_s <= 86400
     assert config.staging in ("auto", "device", "host", "off")
+
+
+@pytest.mark.parametrize("name", ["in_flight", "in-flight", "Inflight", "vllm_inflght"])
+def test_fields_under_a_misspelt_name_are_rejected(name):
+    config = SimpleNamespace(additional_config={name: {"staging": "host"}})
+    with pytest.raises(ConfigError, match=f"'{name}'.* under 'inflight'"):
+        InflightConfig.of(config)
+
+
+def test_entries_of_others_are_let_through():
+    others = {"flight": 1, "inflight_batching": {}, "lightning": 1, 7: None}
+    config = SimpleNamespace(additional_config=others | {"inflight": {}})
+    assert InflightConfig.of(config) == InflightConfig()
 
 
 @pytest.mark.parametrize("knob", KNOBS, ids=lambda knob: knob.name)
@@ -338,7 +352,8 @@ def test_upstream_knows_the_environment_variables_of_this_package(
     for name in (CONFIG_ENV, ADMIN_KEY_ENV):
         monkeypatch.setenv(name, "{}")
     validate(True)
-    monkeypatch.setenv("VLLM_MISSPELT", "1")
-    with pytest.raises(ValueError, match="VLLM_MISSPELT"):
+    # With such a key the owner believes the routes closed.
+    monkeypatch.setenv("VLLM_INFLIGHT_ADMINKEY", "secret")
+    with pytest.raises(ValueError, match="VLLM_INFLIGHT_ADMINKEY"):
         validate(True)
     assert set(envs.environment_variables) == known  # caches are named after all

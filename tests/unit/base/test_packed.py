@@ -151,7 +151,7 @@ def test_a_manifest_is_checked_whether_its_lists_came_packed_or_not(count):
         ({"tensors": [*tensors(count + 1), *tensors(count + 1)]}, "twice"),
         ({"name_map": body["name_map"] | {"a": 1}}, "must map names"),
         ({"name_map": body["name_map"] | {"a": "0", "b": "0"}}, "maps two"),
-        ({"tensors": {str(i): i for i in range(count)} or {}}, "must list"),
+        ({"tensors": {str(i): i for i in range(count)} or {}}, "must be a list"),
         ({"name_map": [1] * max(1, count)}, "must map names"),
         ({"subset": ["*"] * 1500}, "1 to 1024 patterns"),
         ({"tensors": [*body["tensors"], half]}, "no text"),

@@ -97,7 +97,7 @@ def test_a_dtype_may_carry_torchs_prefix():
         (manifest(ENTRY | {"name": "w" * 513}), "1 to 512"),
         (manifest(ENTRY | {"shape": [1 << 63]}), "'shape'"),
         (manifest(ENTRY | {"shape": [1] * 17}), "'shape'"),
-        (manifest(*[0] * (1 + (1 << 20))), "'tensors' must list up to"),
+        (manifest(*[0] * (1 + (1 << 20))), "'tensors' must be a list of up to"),
         (manifest(name_map=[1]), "'name_map'"),
         (manifest(name_map={"a": 1}), "'name_map'"),
         (manifest(name_map={"a": "w", "b": "w"}), "'name_map' maps two"),

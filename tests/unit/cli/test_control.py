@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -83,11 +86,39 @@ def test_the_exit_code_distinguishes_an_unreachable_server_from_a_rejection(
     engine.faults["/weight_update"] = [Forbidden("wrong key")]
     assert run("status", "--api-key", "wrong")[0] == 1
     assert engine.key == "Bearer wrong"
-    assert main(["status", "--url", "localhost:8000"]) == 2
-    gone = ["status", "--url", "http://127.0.0.1:9", "--timeout-s", "0.3", "--json"]
+    assert main(["status", "--url", "ftp://localhost"]) == 2
+    gone = ["status", "--url", "127.0.0.1:9", "--timeout-s", "0.3", "--json"]
     capsys.readouterr()
     assert main(gone) == 2
     assert json.loads(capsys.readouterr().out)["error"]["code"] == "engine_unreachable"
     with pytest.raises(SystemExit) as raised:
         main(["pause", "--mode", "nonsense"])
     assert raised.value.code == 2
+
+
+@pytest.mark.parametrize("words", [["status"], ["doctor"]])
+def test_every_command_takes_an_address_without_a_scheme_and_the_key_by_either_name(
+    engine, capsys, words
+):
+    engine.faults["/weight_update"] = [Forbidden("wrong key")]
+    url = engine.url.removeprefix("http://")
+    assert main([*words, "--url", url, "--api-key", "wrong"]) == 1
+    assert engine.key == "Bearer wrong"
+
+
+@pytest.mark.parametrize("seconds", ["-1", "nan", "soon"])
+def test_a_timeout_is_not_negative(capsys, seconds):
+    with pytest.raises(SystemExit):
+        main(["status", "--timeout-s", seconds])
+    assert "--timeout-s" in capsys.readouterr().err
+
+
+@pytest.mark.seconds
+def test_a_command_says_what_it_waits_for():
+    command = Path(sys.executable).with_name("vllm-inflight")
+    gone = [command, "status", "--url", "127.0.0.1:9", "--timeout-s", "3"]
+    done = subprocess.run(gone, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    waits, *_, error, _ = done.stderr.splitlines()
+    assert "http://127.0.0.1:9: no answer to GET /weight_update yet" in waits
+    assert error.startswith("engine_unreachable: ")

@@ -93,6 +93,34 @@ def test_a_server_that_does_not_answer_is_reported_within_the_timeout(engine):
         client.weight_info()
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_server_of_this_host_is_asked_without_the_proxy_of_the_environment(
+    engine, monkeypatch, host
+):
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    url = engine.url.replace("127.0.0.1", host)
+    with ControlClient(url, timeout_s=5) as client:
+        assert client.weight_info()["weight_version"] == "default"
+    with (
+        ControlClient("http://192.0.2.1:80", timeout_s=0.3) as client,
+        pytest.raises(EngineUnreachable, match="refused"),  # by the proxy
+    ):
+        client.weight_info()
+
+
+def test_a_call_that_waits_for_a_server_says_so_in_the_log(engine, client, logged):
+    engine.faults["/weight_info"] = [STARTING] * 5
+    client.weight_info()
+    assert set(logged) == {
+        f"{engine.url}: no answer to GET /weight_info yet (HTTP 503)"
+    }
+    engine.delays["/weight_info"] = 1.5  # it answers, and takes its time
+    client.weight_info()
+    assert len(logged) == 1
+
+
 def test_the_status_call_returns_one_update_or_all(engine, client):
     assert client.status()["active"] is None
     update_id = engine.begin_elsewhere()

@@ -225,6 +225,13 @@ def test_retries_end_at_the_timeout(engine):
         client.start_weight_update()
 
 
+def test_a_trainer_that_waits_for_its_server_says_so_in_the_log(engine, client, logged):
+    engine.faults[START] = [STARTING] * 5
+    client.start_weight_update()
+    (line,) = set(logged)
+    assert line.startswith(f"{engine.url}: no answer to POST {START} yet")
+
+
 def test_an_update_left_by_its_trainer_is_aborted_before_the_next_one(engine, client):
     client.start_weight_update()
     send(client)

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from vllm.inflight.cli.arguments import add_key, seconds, server_url
+
 if TYPE_CHECKING:
     from vllm.inflight.trainer.control.client import ControlClient
 
@@ -146,19 +148,14 @@ def _command(
     )
     parser.add_argument(
         "--url",
+        type=server_url,
         default=URL,
         help=f"address of the server, or of its control port. Default: {URL}",
     )
-    parser.add_argument(
-        "--key",
-        "--api-key",
-        dest="key",
-        help="key of the server's control routes; better given in the environment, as "
-        "VLLM_INFLIGHT_ADMIN_KEY or VLLM_API_KEY",
-    )
+    add_key(parser)
     parser.add_argument(
         "--timeout-s",
-        type=float,
+        type=seconds,
         default=timeout_s,
         metavar="SECONDS",
         help=f"go on trying for so long. Default: {timeout_s:g}",

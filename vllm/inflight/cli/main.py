@@ -14,14 +14,13 @@ from typing import Any
 
 import vllm.inflight
 from vllm.inflight.cli import checkpoint_delta, control
-from vllm.inflight.config import ADMIN_KEY_ENV, API_KEY_ENV, admin_key
+from vllm.inflight.cli.arguments import add_key, seconds, server_url
+from vllm.inflight.config import API_KEY_ENV, admin_key
 
 # Commands import what they need when they run: `--help` waits neither for vLLM nor for
 # rich and httpx.
 Command = Callable[[argparse.Namespace], int]
 """A subcommand; returns the exit code."""
-
-LONGEST_S = 86400
 
 
 def doctor(args: argparse.Namespace) -> int:
@@ -83,11 +82,6 @@ def _progress() -> Iterator[Callable[[str], None]]:
         yield lambda doing: status.update(f"{doing} …")
 
 
-def server_url(text: str) -> str:
-    """The URL of a server, whose scheme is http:// where `text` has none."""
-    return text if "://" in text else f"http://{text}"
-
-
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
     whole = argparse.ArgumentParser(
@@ -115,11 +109,7 @@ def parser() -> argparse.ArgumentParser:
         help="ask the server at this address instead; exits with 1 for trouble, 2 for "
         "no answer",
     )
-    examined.add_argument(
-        "--key",
-        help="key of the server's control routes; better given in the environment, as "
-        f"{ADMIN_KEY_ENV}",
-    )
+    add_key(examined)
     examined.add_argument(
         "--watch",
         type=seconds,
@@ -131,14 +121,6 @@ def parser() -> argparse.ArgumentParser:
     control.add_commands(commands)
     checkpoint_delta.add_commands(commands)
     return whole
-
-
-def seconds(text: str) -> float:
-    """The value of `--watch`."""
-    value = float(text)
-    if not 0 <= value <= LONGEST_S:
-        raise argparse.ArgumentTypeError(f"from 0 to {LONGEST_S} seconds, got {text}")
-    return value
 
 
 def _command(commands: Any, run: Command) -> argparse.ArgumentParser:

@@ -14,19 +14,22 @@ from vllm.inflight import upstream
 from vllm.inflight.api.compat import pipelinerl
 from vllm.inflight.api.control import methods
 from vllm.inflight.config import (
+    ADMIN_KEY_ENV,
     ALLOW_RUST_ENV,
+    CONFIG_ENV,
     RUST_ENV,
     InflightConfig,
     check_keys_of_environment,
     with_environment,
 )
 from vllm.inflight.errors import ConfigError
+from vllm.inflight.patch import ALLOW_UNTESTED_ENV
 from vllm.inflight.patch.records.record import Original, Patch
 
 SERVERS = ("API_SERVER", "OPENAI_API_SERVER")
 """Names of upstream's `UsageContext` for the engine of a server."""
-OURS = "VLLM_INFLIGHT_"
-"""Begin of the names of environment variables of this package."""
+OURS = frozenset({ADMIN_KEY_ENV, ALLOW_RUST_ENV, ALLOW_UNTESTED_ENV, CONFIG_ENV})
+"""The environment variables of this package."""
 FENCE = "--inflight-allowed-paths"
 """Part of every error message about a path outside of the allowed folders."""
 
@@ -48,8 +51,8 @@ def _checked(original: Original) -> Any:
     ) -> Any:
         usage = args[0] if args else kwargs.get("usage_context")
         check_keys_of_environment(serves=getattr(usage, "name", "") in SERVERS)
-        self.additional_config = extra = with_environment(self.additional_config)
-        InflightConfig.parse(extra.get("inflight") if isinstance(extra, dict) else None)
+        self.additional_config = with_environment(self.additional_config)
+        InflightConfig.of(self)
         rust = os.environ.get(RUST_ENV, "0").lower() not in ("", "0", "false")
         if rust and not os.environ.get(ALLOW_RUST_ENV):
             raise ConfigError(
@@ -68,7 +71,7 @@ def _knows_ours(original: Original) -> Any:
 
         # Only now: upstream makes keys of its caches from all that it knows.
         known = envs.environment_variables
-        ours = {name for name in os.environ if name.startswith(OURS)} - known.keys()
+        ours = OURS - known.keys()  # a misspelt name is none of them
         known.update(dict.fromkeys(ours, lambda: None))
         try:
             original(*args, **kwargs)

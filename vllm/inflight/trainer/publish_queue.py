@@ -24,7 +24,7 @@ from vllm.inflight.errors import Cancelled
 from vllm.inflight.trainer.coordinator import GIVE_UP_S, SLACK_S
 from vllm.inflight.trainer.deltas.delta import Delta
 from vllm.inflight.trainer.outcome import Outcome, PublishFuture
-from vllm.inflight.trainer.retry import RetryBudget
+from vllm.inflight.trainer.retry import LOOK_S, RetryBudget, WaitLog
 from vllm.inflight.trainer.snapshot import Snapshot
 from vllm.inflight.trainer.sources.stream import Pair
 from vllm.inflight.update import Manifest
@@ -33,10 +33,6 @@ ON_BUSY = ("wait", "skip", "latest")
 
 EXIT_S = 5.0
 """The time that publishes have left when the interpreter ends, in seconds."""
-
-LOOK_S, NOTE_S = 1.0, 30.0
-"""How often a wait is checked, and how often its log message is repeated, in
-seconds."""
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +168,7 @@ class PublishQueue:
 
         An interrupt gives the job up.
         """
-        tell = _WaitLog("publish of")
+        log = WaitLog()
         try:
             while True:
                 try:
@@ -180,7 +176,7 @@ class PublishQueue:
                 except TimeoutError:
                     if job.future.done():
                         raise  # its own
-                    tell(job)
+                    _tell(log, "publish of", job)
         except KeyboardInterrupt:
             self.give_one_up(job, "the call of publish was interrupted")
             raise
@@ -213,10 +209,10 @@ class PublishQueue:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        tell = _WaitLog("closing waits for")
+        log = WaitLog()
         try:
             while self._given_up is None and not self._is_over(LOOK_S):
-                tell(self._current)
+                _tell(log, "closing waits for", self._current)
         except BaseException as error:
             self.give_up(f"close() was interrupted by {type(error).__name__}")
             raise
@@ -320,20 +316,10 @@ class PublishQueue:
             return self._current
 
 
-class _WaitLog:
-    """Logs what a job waits for, when it changes or every `NOTE_S`."""
-
-    def __init__(self, beginning: str) -> None:
-        self._beginning = beginning
-        self._told, self._told_at = "", float("-inf")
-
-    def __call__(self, job: QueuedPublish | None) -> None:
-        waits_for = "" if job is None else job.retry_budget.waits_for
-        now = time.monotonic()
-        is_new = waits_for != self._told or now - self._told_at > NOTE_S
-        if job is not None and waits_for and is_new:
-            self._told, self._told_at = waits_for, now
-            logger.warning("%s %r: %s", self._beginning, job.version, waits_for)
+def _tell(log: WaitLog, beginning: str, job: QueuedPublish | None) -> None:
+    """Log what a job waits for."""
+    if job is not None and (waits_for := job.retry_budget.waits_for):
+        log(f"{beginning} {job.version!r}: {waits_for}")
 
 
 _unclosed: weakref.WeakSet[PublishQueue] = weakref.WeakSet()

@@ -181,6 +181,8 @@ class Publisher:
         ):
             if value not in choices:
                 raise ConfigError(f"{name} must be one of {choices}, got {value!r}")
+        if delta == "always" and not digests:
+            raise ConfigError("delta='always' needs digests=True")
         if delta_memory == "device" and (delta_shards or delta_file is not None):
             raise ConfigError(
                 "delta_memory='device' excludes delta_file, and delta_shards: with "
@@ -618,7 +620,8 @@ class Publisher:
                 f"{method}() {BLOCKS}the engine's own methods, or await "
                 "asyncio.to_thread(...)"
             )
-        return RetryBudget(self._timeout_s if timeout_s is None else timeout_s)
+        seconds = self._timeout_s if timeout_s is None else timeout_s
+        return RetryBudget(seconds, is_logged=True)
 
     def _let_go(self) -> None:
         self._base = None

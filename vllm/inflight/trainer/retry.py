@@ -6,6 +6,7 @@ from the budget, so together they take no longer than `timeout_s`.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
@@ -19,17 +20,40 @@ LONGEST_S = 86400.0
 """Longest single wait, in seconds. Sockets and locks have limits, and a budget may be
 infinite."""
 
+LOOK_S, NOTE_S = 1.0, 30.0
+"""How long a wait is not worth a line in the log, and how often that line is repeated,
+in seconds."""
+
+logger = logging.getLogger(__name__)
+
+
+class WaitLog:
+    """Logs what a caller waits for, when it changes or every `NOTE_S`."""
+
+    def __init__(self) -> None:
+        self._told, self._told_at = "", float("-inf")
+
+    def __call__(self, waits_for: str) -> None:
+        now = time.monotonic()
+        if waits_for != self._told or now - self._told_at > NOTE_S:
+            self._told, self._told_at = waits_for, now
+            logger.warning("%s", waits_for)
+
 
 class RetryBudget:
     """The time that is left for tries, which may be ended or given up early.
 
     Args:
         timeout_s: the whole time, in seconds, from now on.
+        is_logged: whether a line in the log tells what is waited for, if that takes
+            more than `LOOK_S`.
 
     """
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, *, is_logged: bool = False) -> None:
         self.timeout_s = timeout_s
+        self._log = WaitLog() if is_logged else None
+        self._log_from = time.monotonic() + LOOK_S
         self.waits_for = ""
         """The call that is being retried, in words; empty if there is none."""
         self.given_up: Cancelled | None = None
@@ -80,8 +104,10 @@ class RetryBudget:
         return self.left() > 0
 
     def note(self, waits_for: str) -> None:
-        """Set `waits_for`, here and in the budget that this is a part of."""
+        """Set and log `waits_for`, here and in the budget that this is a part of."""
         self.waits_for = waits_for
+        if self._log and waits_for and time.monotonic() >= self._log_from:
+            self._log(waits_for)
         if self._whole is not None:
             self._whole.note(waits_for)
 

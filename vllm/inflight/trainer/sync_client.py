@@ -315,7 +315,7 @@ class ServerClient:
 
         Returns the retry_budget of the whole call, of which this is the beginning.
         """
-        retry_budget = RetryBudget(self._timeout_s)
+        retry_budget = RetryBudget(self._timeout_s, is_logged=True)
         if self._is_open:
             with suppress(UnknownUpdate):
                 try:
@@ -341,7 +341,8 @@ class ServerClient:
         retry_budget: RetryBudget | None = None,
     ) -> Reply:
         try:
-            return call(*arguments, retry_budget or RetryBudget(self._timeout_s))
+            budget = retry_budget or RetryBudget(self._timeout_s, is_logged=True)
+            return call(*arguments, budget)
         except InflightError as error:
             blamed(error, self._engine)
             raise

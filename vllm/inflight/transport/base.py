@@ -10,17 +10,36 @@ into the model without its loader.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import ClassVar
 
 from vllm.inflight import upstream
-from vllm.inflight.errors import Cancelled, TransferFault
+from vllm.inflight.errors import Cancelled, TransferFault, nearest
 from vllm.inflight.transport.buckets.tensor_list import Pair, TensorList
 from vllm.inflight.transport.waiting import never
 
 USABLE = "nccl, ipc, local, inflight_nccl, inflight_ipc or inflight_gloo"
+
+
+def unknown_field(info_cls: type, info: str, given: object) -> str | None:
+    """Say which field of an info a backend does not know; None if it knows all.
+
+    Args:
+        info_cls: the backend's class of the info.
+        info: the name of the info in the request.
+        given: the fields that were sent.
+
+    """
+    known = getattr(info_cls, "__dataclass_fields__", {})
+    for name in given if isinstance(given, Mapping) else ():
+        if name not in known:
+            return (
+                f"unknown field {name!r} of {info}{nearest(name, known)}; this backend "
+                f"takes {', '.join(known) or 'none'}"
+            )
+    return None
 
 
 def transport_obstacle(backend: str) -> str | None:

@@ -58,7 +58,10 @@ async def read(request: Request, largest: int) -> Body:
 
     A `Content-Length` that is too large is rejected at once. A small one is ignored.
     """
-    refusal = Malformed(f"the body is larger than the {largest} bytes this route takes")
+    refusal = Malformed(
+        f"the body is larger than the {largest} bytes that this route takes",
+        remedy="Send tensors in several requests, or in a file of the engine's host.",
+    )
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > largest:
         raise refusal
@@ -73,6 +76,10 @@ async def read(request: Request, largest: int) -> Body:
     return raw  # not a copy, which would take long
 
 
+def _no_json(message: str) -> Malformed:
+    return Malformed(message, remedy="Send a JSON object, such as {} for no fields.")
+
+
 def parse(raw: Body) -> dict[str, Any]:
     """The JSON object in a body, empty for no body; else raises `Malformed`."""
     if not raw.strip(b" \t\n\r"):  # the space of JSON alone
@@ -85,11 +92,11 @@ def parse(raw: Body) -> dict[str, Any]:
             # A reply could not contain an escaped lone surrogate.
             json.dumps(body, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise Malformed(f"the body is not JSON: {error}") from None
+        raise _no_json(f"the body is not JSON: {error}") from None
     if body is None:
         return {}  # null counts as left out, as for fields
     if not isinstance(body, dict):
-        raise Malformed("the body must be a JSON object")
+        raise _no_json("the body must be a JSON object")
     _require_depth(body, MAX_DEPTH)
     return body
 
@@ -102,11 +109,11 @@ def parse_in_slices(raw: Body) -> Work[dict[str, Any]]:
         if reader.has_halves:
             msgspec.msgpack.encode(body)  # packed lists were encoded before
     except (ValueError, RecursionError) as error:
-        raise Malformed(f"the body is not JSON: {error}") from None
+        raise _no_json(f"the body is not JSON: {error}") from None
     if body is None:
         return {}
     if not isinstance(body, dict):
-        raise Malformed("the body must be a JSON object")
+        raise _no_json("the body must be a JSON object")
     return body
 
 
@@ -162,7 +169,7 @@ def _cut(raw: Body) -> Work[tuple[bytearray, dict[str, LongText]]]:
         if slice_.is_over():
             yield
     if len(rest) + len(raw) - done > MAX_MANIFEST_BYTES:
-        raise Malformed("the body is not JSON: a string in it has no end")
+        raise _no_json("the body is not JSON: a string in it has no end")
     rest += raw[done:]
     return rest, texts
 

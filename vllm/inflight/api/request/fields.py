@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from vllm.inflight.api.request.schema import OPENING, Schema
-from vllm.inflight.errors import Malformed
+from vllm.inflight.errors import Malformed, nearest
 from vllm.inflight.releases.fields import ReleaseField, settled
 
 Default = TypeVar("Default", bool, None)
@@ -99,7 +99,10 @@ class Fields:
         for name in self._left:
             if name not in known:
                 named = ", ".join(known) or "none"
-                raise Malformed(f"unknown field {name!r}; {self._owner} takes {named}")
+                raise Malformed(
+                    f"unknown field {name!r}{nearest(name, known)}; {self._owner} "
+                    f"takes {named}"
+                )
         return dict(self._left)
 
     def described(self, schemas: Mapping[str, Schema], *names: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 from vllm.inflight import upstream
 from vllm.inflight.api.request.fields import Fields
 from vllm.inflight.api.request.schema import GENERATING, SAMPLING
-from vllm.inflight.errors import Malformed
+from vllm.inflight.errors import Malformed, nearest
 
 WITHOUT_EFFECT = (
     *("log_metrics", "no_logs", "custom_labels", "received_time", "routing_key"),
@@ -290,8 +290,8 @@ def sampling(
     for name, value in left.items():
         if name not in SAMPLING:
             raise Malformed(
-                f"unknown field 'sampling_params.{name}'; known are "
-                f"{', '.join(SAMPLING)}"
+                f"unknown field 'sampling_params.{name}'{nearest(name, SAMPLING)}; "
+                f"known are {', '.join(SAMPLING)}"
             )
         _check(f"sampling_params.{name}", value, SAMPLING[name])
     is_open = "max_new_tokens" in given and given["max_new_tokens"] is None

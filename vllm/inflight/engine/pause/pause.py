@@ -35,7 +35,7 @@ from vllm.inflight.errors import (
     PauseConflict,
     UpdateBusy,
 )
-from vllm.inflight.update import PAUSE_MOVES, PauseMode, check_owner
+from vllm.inflight.update import PAUSE_MOVES, STRICTNESS, PauseMode, check_owner
 
 logger = upstream.init_logger(__name__)
 
@@ -107,10 +107,11 @@ class Pauses:
         if self.told_mode is not None:
             self._lease.check(owner)
         if mode not in PAUSE_MOVES[self.told_mode]:
+            moves = PAUSE_MOVES[self.told_mode]
+            may_follow = ", ".join(each for each in STRICTNESS if each in moves)
             raise PauseConflict(
-                f"the engine is paused in mode {self.told_mode!s}, and a pause cannot "
-                f"go from there to {mode.value}: what it has let go of does not come "
-                "back. Continue first"
+                f"the engine is paused in mode {self.told_mode!s}, from which a pause "
+                f"may go to {may_follow}, and not to {mode.value}. Continue first"
             )
         is_asked_for = self.is_paused and self.asked is mode
         is_renewal = is_asked_for or self.absorption.mode is mode

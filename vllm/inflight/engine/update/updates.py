@@ -119,7 +119,8 @@ class Updates:
         is_number = type(deadline_s) in (int, float)
         if not is_number or not 0 < deadline_s <= LONGEST_S:
             raise Malformed(
-                f"deadline_s must be a number up to {LONGEST_S}, got {deadline_s!r:.80}"
+                f"deadline_s must be seconds above 0, up to {LONGEST_S}, got "
+                f"{deadline_s!r:.80}"
             )
         allow_nonfinite = check_flag(call.allow_nonfinite, "allow_nonfinite")
         check_owner(call.owner)

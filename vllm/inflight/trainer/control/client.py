@@ -257,7 +257,8 @@ class ControlClient:
         self.close()
 
     def _budget(self, timeout_s: float | None = None) -> RetryBudget:
-        return RetryBudget(self._timeout_s if timeout_s is None else timeout_s)
+        seconds = self._timeout_s if timeout_s is None else timeout_s
+        return RetryBudget(seconds, is_logged=True)
 
 
 class _BoundClient(ControlClient):

@@ -7,6 +7,7 @@ names are compared.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -45,6 +46,11 @@ def check_source(source: object) -> None:
     """Raise `ConfigError` unless `source` can be read repeatedly."""
     if isinstance(source, torch.nn.Module | Mapping) or callable(source):
         return
+    if isinstance(source, str | os.PathLike):
+        raise ConfigError(
+            f"source is a path, {str(source)!r}; to publish a checkpoint on the "
+            "server's host, call update_weights_from_disk"
+        )
     if not isinstance(source, Iterable):
         raise ConfigError(
             "source must be a module, a state dict, a callable or an iterable of "
@@ -242,7 +248,11 @@ def _read(source: Source) -> torch.nn.Module | Iterable[tuple[str, Any]]:
 
 def _checked(named: Iterable[tuple[str, Any]]) -> Iterator[Pair]:
     """The tensors among named entries, under names without wrappers."""
-    for name, tensor in named:
+    for entry in named:
+        if not isinstance(entry, tuple | list) or len(entry) != 2:
+            kind = type(entry).__name__
+            raise Malformed(f"source has a {kind}, and not pairs of name and tensor")
+        name, tensor = entry
         if not isinstance(tensor, torch.Tensor):
             if name.endswith("_extra_state"):
                 continue  # extra state of a module, not a weight

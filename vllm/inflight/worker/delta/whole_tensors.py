@@ -84,8 +84,11 @@ class DeltaTensors:
         found = self._base(spec.name)
         if found is None:
             raise DeltaUnsupported(
-                f"{spec.name!r} is not served here in a form that a delta can change",
+                f"no copy of {spec.name!r} is kept here, and a delta cannot change it "
+                "in the form in which it is served",
                 tensors=[spec.name],
+                remedy="Send the whole version with a manifest that has the digest of "
+                "each tensor: copies are kept of such a version.",
             )
         form = tuple(found.shape), str(found.dtype).removeprefix("torch.")
         if form != (spec.shape, spec.dtype):

@@ -34,7 +34,7 @@ from vllm.inflight.messages import Status
 from vllm.inflight.packed import is_packed, unpack
 from vllm.inflight.releases.fields import UPDATE_INFO, settled
 from vllm.inflight.tensor_names import is_torn
-from vllm.inflight.transport.base import StagedEngine
+from vllm.inflight.transport.base import StagedEngine, unknown_field
 from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.transport.collective.nccl import still_writes
 from vllm.inflight.transport.files.receiver_engine import LocalUpdateInfo
@@ -485,18 +485,17 @@ class StagingThread(Background):
                 )
             payload = payload[index]
         payload = done_with_breaks(unpack(payload))
+        info_cls = transport.update_info_cls
+        known = frozenset(getattr(info_cls, "__dataclass_fields__", ()))
         if isinstance(payload, dict):
-            known = getattr(transport.update_info_cls, "__dataclass_fields__", ())
-            payload = settled(
-                payload,
-                UPDATE_INFO,
-                known=frozenset(known),
-                opened_with=transport,
-            )
+            payload = settled(payload, UPDATE_INFO, known=known, opened_with=transport)
         try:
             return transport.parse_update_info(payload)
         except ValueError as error:
-            raise Malformed(f"{error}{self._of_local(payload)}") from error
+            # Without fields it is a worker extension, which says itself what is wrong.
+            why = unknown_field(info_cls, "update_info", payload) if known else None
+            told = f"{why or error}{self._of_local(payload)}"
+            raise Malformed(told) from error
 
     def _of_local(self, payload: object) -> str:
         """What to do with files that were sent to an engine of another backend."""
@@ -620,7 +619,8 @@ class StagingThread(Background):
         try:
             info = transport.parse_init_info(init_info)
         except ValueError as error:
-            raise Malformed(str(error)) from error
+            why = unknown_field(transport.init_info_cls, "init_info", init_info)
+            raise Malformed(why or str(error)) from error
         transport.init_transfer_engine(info)
         if getattr(getattr(transport, "model_update_group", None), "disabled", False):
             # Upstream's communicator then does nothing at all where it should receive,

@@ -341,7 +341,9 @@ class TensorChecks:
         if not self.may_come(name):
             return Problem(Cause.SUBSET, "no pattern of the subset declares it")
         if not is_number:
-            return Problem(Cause.DTYPE, f"it is {dtype}, which no model has")
+            is_dtype = isinstance(getattr(torch, dtype, None), torch.dtype)
+            why = "which no model has" if is_dtype else "no dtype as 'bfloat16' is one"
+            return Problem(Cause.DTYPE, f"it is {dtype}, {why}")
         misfit = self._misfit(name, shape, dtype)
         # Asked only for a misfit: mapping a name takes microseconds.
         return None if misfit is None or self.is_spare(name) else misfit
