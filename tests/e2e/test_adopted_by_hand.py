@@ -26,9 +26,14 @@ from tests.support.engines.bare_core import (
     prompt,
     publish,
 )
-from tests.support.frameworks.by_hand import SENT, Tensors
+from tests.support.frameworks.by_hand import SENT, AReaL, Tensors
 from tests.support.frameworks.core import beside_steps, extended_core
-from vllm.inflight.errors import InflightError, WeightsMismatch, WrongPhase
+from vllm.inflight.errors import (
+    EngineFault,
+    InflightError,
+    WeightsMismatch,
+    WrongPhase,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -222,19 +227,39 @@ def test_a_failure_that_is_a_result_is_returned_and_changes_nothing(
     assert served(core) == before and answers(core, "after") == said
 
 
+class Broken:
+    """AReaL's call, whose group breaks before a tensor has come."""
+
+    def receive(self: Any) -> None:
+        raise RuntimeError("nothing came")
+
+
 @pytest.mark.parametrize("named", ["AReaL"], indirect=True)
+@pytest.mark.parametrize("is_begun", [True, False])
 def test_the_rest_of_a_failed_version_is_rejected_and_not_completed_by_the_next(
-    core: EngineCore, folders: dict[str, Path]
+    core: EngineCore,
+    folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    is_begun: bool,
 ) -> None:
-    """Its beginning is known by the tensor that the failed version began with."""
+    """A version begins with the tensor that others have begun with."""
+    areal(core, folders["new"], tensors_of(folders["new"]))
     digest = publish(core, folders["new"], "new")["digest"]
     publish(core, folders["old"], "old")
     before = served(core)
     (first, rest), (own, last) = map(halves, map(tensors_of, folders.values()))
-    bucket(core, first)
-    core.reset_prefix_cache()  # which another client has called
+    if is_begun:
+        bucket(core, first)
+        core.reset_prefix_cache()  # which another client has called
+        told = "cache was called before AReaL had"
+    else:
+        monkeypatch.setattr(AReaL, "areal_update_weight_xccl", Broken.receive)
+        with pytest.raises(EngineFault, match="nothing came"):
+            bucket(core, {})
+        monkeypatch.undo()
+        told = "nothing came"
     for some in halves(rest):
-        with pytest.raises(WrongPhase, match="cache was called before AReaL had"):
+        with pytest.raises(InflightError, match=told):
             bucket(core, some)
     bucket(core, own)
     assert served(core) == before

@@ -74,6 +74,8 @@ class OpenVersion:
     """A version of a framework that has not ended."""
 
     framework: str
+    method: str
+    """Of its first call."""
     update: Update
     names: tuple[str, ...]
     """The tensors of its first call, if the call told; else the first tensor."""
@@ -95,7 +97,8 @@ class Failure:
     """The last version of a framework, if it has failed."""
 
     names: tuple[str, ...]
-    """The tensors that its first call told, or the first tensor."""
+    """The tensors that its first call told, or the first tensor. If that has failed
+    before a tensor came, those of the last version that ended well."""
     error: InflightError
     has_ended: bool
     """Whether its end was marked, so that the next call begins another version."""
@@ -142,6 +145,9 @@ class Adoption:
         self._open: OpenVersion | None = None
         self._failed: dict[str, Failure] = {}
         """Framework → its last version, if that has failed."""
+        self._begun_with: dict[str, tuple[str, ...]] = {}
+        """Method → the `names` of the last version that it has begun and that ended
+        well."""
         self._said: set[tuple[str, str]] = set()
         """Framework and reason of the calls that were not adopted, once logged."""
         self._calling = threading.local()
@@ -483,7 +489,7 @@ class Adoption:
         update = self._controller.updates.ledger.active
         assert update is not None
         is_rest = failure is not None and failure.may_go_on_with(names)
-        version = OpenVersion(row.framework, update, names, is_rest)
+        version = OpenVersion(row.framework, row.method, update, names, is_rest)
         self._open = version
         return version
 
@@ -604,6 +610,7 @@ class Adoption:
         if self._open is version:
             self._open = None
         self._failed.pop(version.framework, None)
+        self._begun_with[version.method] = version.names
         return results
 
     def _give_up(self, version: OpenVersion, error: InflightError) -> None:
@@ -612,6 +619,7 @@ class Adoption:
             self._open = None
         before = self._failed.get(version.framework)
         names = before.names if version.is_rest and before else version.names
+        names = names or self._begun_with.get(version.method, ())
         failure = Failure(names, error, has_ended=version.is_ending)
         self._failed[version.framework] = failure
         self._abort(version.update, error)
