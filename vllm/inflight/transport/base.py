@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import ClassVar
 
 from vllm.inflight import upstream
-from vllm.inflight.errors import Cancelled, TransferFault, nearest
+from vllm.inflight.errors import Cancelled, TransferFault
 from vllm.inflight.transport.buckets.buffers import (
     ONE_SET_BUCKET_BYTES,
     ONE_SET_BUCKETS,
 )
 from vllm.inflight.transport.buckets.tensor_list import Pair, TensorList
 from vllm.inflight.transport.waiting import never
+from vllm.inflight.wording import nearest
 
 USABLE = "nccl, ipc, local, inflight_nccl, inflight_ipc or inflight_gloo"
 
