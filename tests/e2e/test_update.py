@@ -16,6 +16,7 @@ from vllm.inflight.errors import (
     Malformed,
     NothingToRollBack,
     OwnedByAnother,
+    PauseConflict,
     UnknownUpdate,
     UpdateBusy,
     VersionConflict,
@@ -262,7 +263,8 @@ def test_an_unknown_option_is_rejected_by_name(llm: Any, new: Path) -> None:
         lambda **slip: llm.start_draft_weight_update(**slip),
         lambda **slip: llm.update_weights_from_disk(str(new), "new", **slip),
     ):
-        with pytest.raises(Malformed, match="unknown option 'base_verison'"):
+        named = r"unknown option 'base_verison' \(nearest: base_version"
+        with pytest.raises(Malformed, match=named):
             call(base_verison="elsewhere")
     assert llm.weight_update_status()["active"] is None
     assert llm.weight_info()["weight_version"] == "old"
@@ -291,8 +293,27 @@ def test_a_manifest_that_is_not_an_object_is_malformed(llm: Any, manifest: Any) 
 
 def test_a_bad_transport_payload_names_the_field(llm: Any) -> None:
     llm.start_weight_update()
-    with pytest.raises(Malformed, match="unknown_field"):
-        llm.update_weights({"update_info": {"path": "/", "unknown_field": 1}})
+    named = r"unknown field 'pth' of update_info \(nearest: path\).* takes path, "
+    with pytest.raises(Malformed, match=named):
+        llm.update_weights({"update_info": {"pth": "/"}})
+    with pytest.raises(Malformed, match=r"'master_address' of init_info.* takes "):
+        llm.init_weight_transfer_engine({"init_info": {"master_address": "there"}})
+
+
+def test_a_name_that_is_no_dtype_is_called_so(llm: Any) -> None:
+    spec = {"name": "model.norm.weight", "shape": [64], "dtype": "bf16"}
+    with pytest.raises(WeightsMismatch, match="it is bf16, no dtype as 'bfloat16'"):
+        llm.start_weight_update(manifest={"format": 1, "tensors": [spec]})
+        llm.finish_weight_update()
+
+
+def test_a_pause_that_may_not_follow_is_told_with_those_that_may(llm: Any) -> None:
+    llm.pause_generation(mode="retract")
+    try:
+        with pytest.raises(PauseConflict, match="to retract, abort, and not to wait"):
+            llm.pause_generation(mode="wait")
+    finally:
+        llm.continue_generation()
 
 
 # ---------------------------------------------- clients of vLLM's older releases

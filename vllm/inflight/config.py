@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.inflight.errors import ConfigError, nearest
+from vllm.inflight.errors import ConfigError
+from vllm.inflight.wording import nearest
 
 OURS = "inflight"
 """The entry of vLLM's `additional_config` that has our fields."""

@@ -35,8 +35,7 @@ InflightError
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any, ClassVar
 
@@ -51,17 +50,6 @@ OWN_FACTS = (
 FACTS = "phase", "update_id", *OWN_FACTS
 MAX_TENSORS_LISTED, MAX_NAME_CHARS, MAX_MESSAGE_CHARS = 64, 256, 8192
 """Limits of an error that crosses processes; any caller may have chosen its names."""
-
-
-def nearest(word: object, known: Iterable[str]) -> str:
-    """For a message about an unknown word: the known ones that are most like it.
-
-    Returns:
-        Words in brackets, after a space; empty if none is like it.
-
-    """
-    near = difflib.get_close_matches(str(word)[:MAX_NAME_CHARS], list(known), 2)
-    return f" (nearest: {', '.join(near)})" if near else ""
 
 
 class Cause(StrEnum):

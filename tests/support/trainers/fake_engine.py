@@ -311,11 +311,12 @@ class StandIn:
             return {"of": "checkpoint", "num_tensors": len(told), "tensors": told}
         if path == STATUS:
             active = self._ledger.active
-            told = None if active is None else active.to_dict()
+            # An engine tells twice of an update under way, at two moments.
+            told = None if active is None else active.to_dict() | {"stalled_s": 0.1}
             return {
                 "active": told,
                 "rollback": None,
-                "outcomes": [told] if told else [],
+                "outcomes": [told | {"stalled_s": 0.2}] if told else [],
             }
         report = self._ledger.find(path.rpartition("/")[2]).to_dict()
         return report | {"ranks": [{"bytes": self._bytes}, {"bytes": self._bytes + 1}]}

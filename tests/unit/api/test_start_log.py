@@ -26,7 +26,7 @@ async def test_the_start_log_is_one_line(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv(ADMIN_KEY_ENV, raising=False)
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     assert (await line(monkeypatch, Engine())).partition(": ")[2] == (
-        "shadow weights of 0.00 GiB in host memory; transport none (files by path "
+        "shadow weights of 1.44 MiB in host memory; transport none (files by path "
         "only); control routes for this host only, without a key; prefix cache "
         "versioned; pauses: obey"
     )

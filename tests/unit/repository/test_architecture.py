@@ -20,7 +20,7 @@ PACKAGE = ROOT / "vllm" / "inflight"
 
 VOCABULARY = (
     *("__init__", "config", "errors", "packed", "yielding", "update", "tensor_names"),
-    *("messages", "calls"),
+    *("messages", "calls", "wording"),
 )
 PACKAGES = (
     VOCABULARY,

@@ -234,6 +234,7 @@ def test_the_key_is_the_argument_or_else_that_of_the_environment(engine, monkeyp
     [
         ({"wire": "nccl"}, "wire must be one of"),
         ({"on_busy": "panic"}, "on_busy must be one of"),
+        ({"delta": "always", "digests": False}, "needs digests=True"),
         ({"wire": "disk"}, "directory="),
         ({"directory": "/tmp"}, "directory="),
         ({"source": iter([])}, "only once"),

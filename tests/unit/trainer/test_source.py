@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,6 +123,18 @@ def test_a_source_that_can_be_read_only_once_is_rejected():
         check_source(stream())
     with pytest.raises(ConfigError, match="got int"):
         check_source(3)
+
+
+@pytest.mark.parametrize("path", ["/models/qwen", Path("/models/qwen")])
+def test_a_path_is_no_source_and_the_message_says_what_to_call(path):
+    with pytest.raises(ConfigError, match=r"'/models/qwen'.*update_weights_from_disk"):
+        check_source(path)
+
+
+@pytest.mark.parametrize("entries", [[torch.ones(2)], ["ab"], [("a", 1, 2)]])
+def test_a_source_without_pairs_is_rejected(entries):
+    with pytest.raises(Malformed, match="not pairs of name and tensor"):
+        names(entries)
 
 
 MIXED = {

@@ -24,7 +24,7 @@ from tests.support.transports.checkpoints import everything, written
 from tests.support.transports.peers import digests, open_things, process
 from vllm.inflight.errors import Malformed
 from vllm.inflight.transport.files import receiver_engine, safetensors_files
-from vllm.inflight.transport.files.receiver_engine import read_files
+from vllm.inflight.transport.files.receiver_engine import checkpoint_files, read_files
 from vllm.inflight.transport.files.safetensors_files import DTYPES, Stored, TensorFiles
 
 pytestmark = pytest.mark.seconds
@@ -41,6 +41,22 @@ def test_tensors_are_those_that_safetensors_reads(tmp_path: Path) -> None:
             for n, t in load_file(file).items()
         ]
         assert sorted(told, key=str) == sorted(expected, key=str)
+
+
+@pytest.mark.parametrize(
+    "name, found, remedy",
+    [
+        ("adapter_model.safetensors", "holds an adapter", "/v1/load_lora_adapter"),
+        ("pytorch_model.bin", "holds no .safetensors file", "save_pretrained"),
+    ],
+)
+def test_a_folder_without_a_model_is_told_for_what_it_is(
+    tmp_path: Path, name: str, found: str, remedy: str
+) -> None:
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(Malformed, match=found) as refused:
+        checkpoint_files(tmp_path)
+    assert remedy in refused.value.remedy
 
 
 def test_tensors_read_one_by_one_equal_the_written_tensors(tmp_path: Path) -> None:

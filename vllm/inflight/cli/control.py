@@ -205,8 +205,9 @@ def _status_lines(reply: Reply) -> list[str]:
     for updates in _engines(reply["updates"]):
         active = updates["active"]
         lines += _update_lines(active) if active else ["no update is under way"]
-        for last in [one for one in updates["outcomes"] if one != active][:1]:
-            lines.append(f"last {_update_lines(last)[0]}")
+        under_way = active and active["update_id"]
+        ended = [u for u in updates["outcomes"] if u["update_id"] != under_way]
+        lines += [f"last {_update_lines(last)[0]}" for last in ended[:1]]
     for state in _engines(reply["pause"]):
         lines += _pause_lines(state)
     return list(dict.fromkeys(lines))

@@ -17,6 +17,7 @@ import httpx
 from vllm.inflight.cli.finding import NOT_ADOPTED, Finding, State
 from vllm.inflight.connection import connect
 from vllm.inflight.errors import EngineAsleep, EngineUnreachable, InflightError
+from vllm.inflight.wording import size
 
 Probe = dict[str, dict[str, Any]]
 Facts = dict[str, Any]
@@ -184,15 +185,14 @@ def _staging(engines: list[Facts]) -> Iterator[Finding]:
     if reason is not None:
         yield Finding("staging", f"no updates in flight: {reason}", State.NOTE)
     elif told:
-        size, on_host = (
-            f"{sum(each[key] for each in told) / 2**30:.2f} GiB"
-            for key in ("bytes", "host_bytes")
+        on_device, on_host, buckets = (
+            size(sum(each.get(key, 0) for each in told))
+            for key in ("bytes", "host_bytes", "bucket_bytes")
         )
-        found = f"shadow weights of {size}"
+        found = f"shadow weights of {on_device}"
         if any(each["has_logs"] for each in told):
-            found = f"a log of {size}, which goes on in up to {on_host} of host memory"
-            buckets = sum(each.get("bucket_bytes", 0) for each in told)
-            found += f"; buckets take {buckets / 2**30:.2f} GiB more"
+            found = f"a log of {on_device}, which goes on in up to {on_host} of host "
+            found += f"memory; buckets take {buckets} more"
         # A server of an older release does not tell this.
         if num := max(each.get("unproved", 0) for each in told):
             found += (

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from vllm.inflight import upstream
-from vllm.inflight.errors import Cancelled, TransferFault, nearest
+from vllm.inflight.errors import Cancelled, TransferFault
 from vllm.inflight.transport.buckets.tensor_list import Pair, TensorList
 from vllm.inflight.transport.waiting import never
+from vllm.inflight.wording import nearest
 
 USABLE = "nccl, ipc, local, inflight_nccl, inflight_ipc or inflight_gloo"
 

@@ -7,8 +7,9 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from vllm.inflight.api.request.schema import OPENING, Schema
-from vllm.inflight.errors import Malformed, nearest
+from vllm.inflight.errors import Malformed
 from vllm.inflight.releases.fields import ReleaseField, settled
+from vllm.inflight.wording import nearest
 
 Default = TypeVar("Default", bool, None)
 Text = TypeVar("Text", str, None)
@@ -165,6 +166,9 @@ def opening(options: dict[str, Any], *others: str) -> dict[str, Any]:
     """
     for name in options:
         if name not in OPENING and name not in others:
-            named = ", ".join([*OPENING, *others])
-            raise Malformed(f"unknown option {name!r}; this method takes {named}")
+            known = [*OPENING, *others]
+            raise Malformed(
+                f"unknown option {name!r}{nearest(name, known)}; this method takes "
+                f"{', '.join(known)}"
+            )
     return options

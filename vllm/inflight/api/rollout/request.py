@@ -14,7 +14,8 @@ from typing import Any
 from vllm.inflight import upstream
 from vllm.inflight.api.request.fields import Fields
 from vllm.inflight.api.request.schema import GENERATING, SAMPLING
-from vllm.inflight.errors import Malformed, nearest
+from vllm.inflight.errors import Malformed
+from vllm.inflight.wording import nearest
 
 WITHOUT_EFFECT = (
     *("log_metrics", "no_logs", "custom_labels", "received_time", "routing_key"),

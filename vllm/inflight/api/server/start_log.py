@@ -11,6 +11,7 @@ from vllm.inflight.api.control.methods import control_of
 from vllm.inflight.api.request.auth import Arguments, control_keys
 from vllm.inflight.calls import ReadStaging
 from vllm.inflight.config import InflightConfig, admin_key
+from vllm.inflight.wording import size
 
 if TYPE_CHECKING:
     from vllm.inflight.upstream import EngineClient, VllmConfig
@@ -43,15 +44,14 @@ async def _staging(config: VllmConfig, control: Control) -> str:
         on_host = sum(reply.get("host_bytes", 0) for reply in replies)
         buckets = sum(reply.get("bucket_bytes", 0) for reply in replies)
         return (
-            f"one set of weights, and a log of {num_bytes / 2**30:.2f} GiB, which goes "
-            f"on in up to {on_host / 2**30:.2f} GiB of host memory; buckets take "
-            f"{buckets / 2**30:.2f} GiB more"
+            f"one set of weights, and a log of {size(num_bytes)}, which goes on in up "
+            f"to {size(on_host)} of host memory; buckets take {size(buckets)} more"
         )
     chosen = InflightConfig.of(config).staging
     if chosen == "auto":
         device = getattr(getattr(config, "device_config", None), "device_type", None)
         chosen = "device" if device == "cuda" else "host"
-    return f"shadow weights of {num_bytes / 2**30:.2f} GiB in {chosen} memory"
+    return f"shadow weights of {size(num_bytes)} in {chosen} memory"
 
 
 def _transport(config: VllmConfig) -> str:

@@ -55,6 +55,8 @@ from vllm.inflight.transport.waiting import WaitLimit
 from vllm.inflight.update import drafters
 
 SHARED_MEMORY = Path("/dev/shm")
+ADAPTER = "adapter_model.safetensors"
+"""The only file of weights where PEFT has saved an adapter."""
 NUM_BUCKETS = 3
 """How many buckets of `BUCKET_BYTES` a GPU holds while files are read."""
 NUM_LOOKED_AT = 2
@@ -255,7 +257,16 @@ def checkpoint_files(path: Path, allowed: str = "") -> list[Path]:
     else:
         names = sorted(file.name for file in path.glob("*.safetensors"))
         if not names:
-            raise Malformed(f"{path} holds no .safetensors file")
+            raise Malformed(
+                f"{path} holds no .safetensors file",
+                remedy="Give a folder with safetensors, which save_pretrained writes.",
+            )
+        if names == [ADAPTER]:
+            raise Malformed(
+                f"{path} holds an adapter, and no model",
+                remedy="Load it with /v1/load_lora_adapter, or merge it into the model "
+                "and save that.",
+            )
     return [existing(path / name, allowed) for name in names]
 
 
