@@ -157,7 +157,7 @@ def test_a_pause_that_fails_on_one_engine_restores_the_state_before(
     if mode is not None:
         asyncio.run(control.pause(mode, owner="trainer"))
 
-    def fail() -> None:
+    def fail(**_: object) -> None:
         raise EngineFault("the test says so")
 
     monkeypatch.setattr(cores[1].scheduler.vllm_inflight, "retract", fail)
