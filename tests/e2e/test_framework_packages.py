@@ -46,6 +46,7 @@ def test_the_extension_of_the_package_updates_beside_decoding(
     assert seen["label"] == known.get(framework, f"update-{seen['epoch']}")
 
 
+@pytest.mark.lacking("0.30.0")  # vLLM's own CPU build cannot sample drafts there
 @pytest.mark.parametrize("has_mtp", [True, False])
 def test_verls_extension_updates_a_model_that_drafts_with_mtp_layers(
     tmp_path: Path, has_mtp: bool

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from vllm.config.weight_transfer import WeightTransferConfig
 
 from tests.support.engines.mixtures import mixed, part
 from tests.support.engines.probe import greedy
+from tests.support.models.families import cpu_options, gpu_options
 from vllm.inflight.errors import WeightsMismatch
+from vllm.inflight.trainer import Publisher
 
 pytestmark = pytest.mark.engine
 
@@ -58,6 +61,34 @@ def test_a_tensor_that_the_start_checkpoint_also_had_unused_is_ignored(
             part(new, [BIAS], tmp_path / "alone"), "alone", subset=[BIAS]
         )
     assert greedy(llm) == before
+
+
+@pytest.mark.parametrize("family", [FAMILY, "deepseek_v2"])
+def test_a_delta_may_change_such_a_tensor(
+    start: Callable[..., Any],
+    checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    family: str,
+) -> None:
+    """The loader of the second family does not say which names it takes."""
+    plain = checkpoint(0, family=family)
+    folder = mixed(plain, plain, [], tmp_path / "biased")
+    weights = load_file(folder / "model.safetensors")
+    width = weights["model.norm.weight"].shape[0]
+    weights[BIAS] = torch.ones(width, dtype=torch.bfloat16)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    llm = start(
+        folder,
+        weight_transfer_config=WeightTransferConfig(backend="local"),
+        **(gpu_options if torch.cuda.is_available() else cpu_options)(family),
+    )
+    with Publisher(llm, lambda: weights) as to:
+        to.publish("whole")
+        worker = llm.llm_engine.model_executor.driver_worker.worker
+        # Where ranks have experts of their own, versions are accepted by this alone.
+        assert worker.vllm_inflight.stager.shadow.plan.passes_over(BIAS)
+        weights = weights | {BIAS: weights[BIAS] * 2}
+        assert to.publish("delta").is_delta
 
 
 def test_an_unused_tensor_that_the_start_checkpoint_lacks_is_rejected_by_name(

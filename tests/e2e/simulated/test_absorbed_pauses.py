@@ -495,6 +495,22 @@ def test_a_commit_that_drops_no_caches_for_a_session_is_rejected_if_these_are_sh
     streams.step(60)
 
 
+@pytest.mark.parametrize("mode", ["in_place", None])
+@pytest.mark.parametrize("prefix_cache", ["shared", "versioned"])
+def test_a_commit_that_is_to_drop_caches_is_rejected_for_a_session(
+    make: Callable[..., EngineCore], prefix_cache: str, mode: str | None
+) -> None:
+    core = make(
+        is_async=True, inflight={"pauses": "absorb", "prefix_cache": prefix_cache}
+    )
+    with_session(core)
+    stage_weights(core, 1)
+    held = holding_kv(core)
+    body = {"weight_version": "one", "flush_cache": True, "mode": mode}
+    assert code(core.inflight("commit", body)) == "pause_conflict"
+    assert holding_kv(core) == held
+
+
 def test_an_absorbed_pause_does_not_hold_up_a_commit_that_waits(
     core: EngineCore,
 ) -> None:

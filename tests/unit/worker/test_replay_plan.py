@@ -145,6 +145,18 @@ def test_a_tensor_that_fills_nothing_is_not_kept():
     assert plan.entry("t", tensor) is None
 
 
+def test_what_an_update_that_was_not_whole_passed_over_is_not_known() -> None:
+    """Its loader may have kept the tensor for one that did not come."""
+    plan, nothing = Plan(), Entry(torch.Size([4]), torch.bfloat16)
+    plan.keep("before", nothing)
+    plan.confirm()
+    plan.keep("kept", nothing)
+    plan.keep("before", Entry(nothing.shape, nothing.dtype, is_whole=False))
+    assert [*map(plan.passes_over, ("before", "kept"))] == [False, True]
+    plan.drop_unconfirmed()
+    assert [*map(plan.passes_over, ("before", "kept"))] == [True, False]
+
+
 def test_a_view_is_described_by_its_place_in_the_storage():
     assert view_of(torch.zeros(4, 6)[1:, ::2]) == (6, (3, 3), (6, 2))
 

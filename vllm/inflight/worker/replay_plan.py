@@ -135,6 +135,8 @@ class Plan:
         """Recorded by an update that was not whole so far."""
         self._rejected: set[str] = set()
         self._passed_over: set[str] = set()
+        self._passed_over_before: dict[str, bool] = {}
+        """Tensors whose mark an update has changed that was not whole so far."""
         self.lock = threading.RLock()
         """Held while entries change, and while all of them are read."""
 
@@ -201,7 +203,8 @@ class Plan:
     def keep(self, name: str, entry: Entry) -> None:
         """Record an entry, if every write of it can be replayed."""
         is_passed_over = entry.is_whole and entry.is_traced and not entry.filled
-        (self._passed_over.add if is_passed_over else self._passed_over.discard)(name)
+        self._passed_over_before.setdefault(name, name in self._passed_over)
+        self._mark(name, is_passed_over)
         if not entry.is_whole or not entry.filled or name in self._rejected:
             return
         entry.filled = list(dict.fromkeys(entry.filled))  # each once, for replays
@@ -217,17 +220,29 @@ class Plan:
             self._put(name, entry)
             self._unconfirmed.add(name)
 
+    def _mark(self, name: str, is_passed_over: bool) -> None:
+        if is_passed_over:
+            self._passed_over.add(name)
+        elif name in self._passed_over:
+            self._passed_over.remove(name)
+            self.number += 1
+
     def confirm(self) -> None:
         """The tensors that were recorded last belong to a whole update."""
         self._unconfirmed.clear()
+        self._passed_over_before.clear()
 
     def drop_unconfirmed(self) -> None:
         """Forget what an update has recorded that ended before it was whole.
 
         A tensor that did not come may write to the same elements. Then their order
-        decides, which a record of one of them does not show.
+        decides, which a record of one of them does not show. A loader may also have
+        kept a tensor for one that did not come, and seemed to pass over it.
         """
         with self.lock:
+            for name, was_passed_over in self._passed_over_before.items():
+                self._mark(name, was_passed_over)
+            self._passed_over_before.clear()
             for name in list(self._unconfirmed):
                 if not self._entries[name].is_proved:
                     self._drop(name)
@@ -291,6 +306,7 @@ class Plan:
             self._names.clear()
             self._unconfirmed.clear()
             self._passed_over.clear()
+            self._passed_over_before.clear()
 
     def _put(self, name: str, entry: Entry) -> None:
         self._drop(name)

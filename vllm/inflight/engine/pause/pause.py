@@ -253,11 +253,11 @@ class Pauses:
         """Raise if a commit cannot treat requests as `mode` says at this moment.
 
         With `may_keep`, a request that cannot be retracted may stay in place, unless
-        other requests would read its KV of old weights.
+        other requests would read its KV of old weights, or caches are to be dropped.
         """
         scheduler = self._core.scheduler
         kv_connectors.check_commit(scheduler, mode)
-        if not may_keep or self._would_share_old_kv():
+        if flush_cache or not may_keep or self._would_share_old_kv():
             self._check_mode(mode)
         if flush_cache:
             request_checks.check_flush(self._core.scheduler, mode)

@@ -665,11 +665,11 @@ class UpdateLoader:
         except Exception as error:  # loaders raise many kinds of errors
             checks.note_rejected(name, error)
             return False
-        if coverage.num_loads == before and self._shadow.may_idle(name):
-            self.unfilled.append(name)
+        if coverage.num_loads == before and name in self._shadow.start_checkpoint:
+            self.unfilled.append(name)  # perhaps it filled nothing at the start, too
         elif coverage.num_loads == before:
             checks.note_unknown(name)
-        return coverage.num_loads > before
+        return True
 
     def foresee(
         self,
