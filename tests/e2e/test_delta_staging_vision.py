@@ -5,7 +5,6 @@ Where torchvision is not installed, the tests of those that want it are skipped.
 
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from tests.support.deltas import stepped
 from tests.support.engines.mixtures import said
 from tests.support.engines.pictures import commits_rollbacks_and_a_tower, described
 from tests.support.models.families_seen import DELTA, record
-from tests.support.models.seeing import SEEING
+from tests.support.models.seeing import SEEING, require_torchvision
 from vllm.inflight.trainer import Publisher
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -33,8 +32,7 @@ ROOM = {"staging": "delta", "delta_gib": 0.2}
 def test_a_model_that_sees_equals_a_fresh_engine_after_whole_versions_and_a_delta(
     start: Callable[..., Any], tmp_path: Path, name: str
 ) -> None:
-    if SEEING[name].wants_torchvision and find_spec("torchvision") is None:
-        pytest.skip("torchvision is not installed")
+    require_torchvision(name)
     begin = partial(delta_engine, start, inflight=ROOM)
     llm, new = commits_rollbacks_and_a_tower(begin, tmp_path, name)
     weights = load_file(new / "model.safetensors")

@@ -5,7 +5,6 @@ Where torchvision is not installed, the tests of those that want it are skipped.
 """
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from tests.e2e.test_families import differing
 from tests.support.engines.census import census
 from tests.support.engines.mixtures import part, said
 from tests.support.engines.pictures import commits_rollbacks_and_a_tower, described
-from tests.support.models.seeing import SEEING
+from tests.support.models.seeing import SEEING, require_torchvision
 from tests.support.models.tiny_vision import make_seeing
 from vllm.inflight.errors import WeightsMismatch
 from vllm.inflight.trainer import Publisher
@@ -30,8 +29,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 def test_a_model_that_sees_equals_a_fresh_engine_after_commits_rollbacks_and_a_tower(
     start: Callable[..., Any], tmp_path: Path, name: str
 ) -> None:
-    if SEEING[name].wants_torchvision and find_spec("torchvision") is None:
-        pytest.skip("torchvision is not installed")
+    require_torchvision(name)
     llm, new = commits_rollbacks_and_a_tower(start, tmp_path, name)
     served = census(llm)
     fresh = start(new)
@@ -44,8 +42,7 @@ def test_a_model_that_sees_is_published_from_memory_as_its_checkpoint(
     start: Callable[..., Any], tmp_path: Path, name: str
 ) -> None:
     """Its names are others in memory, and of the last the experts are transposed."""
-    if SEEING[name].wants_torchvision and find_spec("torchvision") is None:
-        pytest.skip("torchvision is not installed")
+    require_torchvision(name)
     old, new = (make_seeing(tmp_path / str(seed), seed, name) for seed in (0, 1))
     fresh = start(new)
     expected = said(fresh), described(fresh, name), census(fresh)

@@ -13,7 +13,8 @@ import httpx
 
 from vllm.inflight.errors import ConfigError
 
-DIRECT = {f"all://{host}": None for host in ("127.0.0.1", "localhost", "[::1]")}
+OF_THIS_HOST = "127.0.0.1", "localhost", "[::1]", "0.0.0.0"
+DIRECT = {f"all://{host}": None for host in OF_THIS_HOST}
 """Hosts that are reached without the proxy of the environment. A proxy on another host
 cannot reach them, and answers like a server that is starting."""
 

@@ -6,8 +6,10 @@ test-vision`, and BLIP-2 and Idefics 3 by `make test-slow` as well.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
+import pytest
 import transformers
 
 from tests.support.models.family import EXPERTS, HEAD_DIM, KEPT, WINDOW
@@ -277,3 +279,9 @@ SEEING = {
         wants_torchvision=True,
     ),
 }
+
+
+def require_torchvision(name: str) -> None:
+    """Skip the test if a model wants torchvision, which is not installed."""
+    if SEEING[name].wants_torchvision and find_spec("torchvision") is None:
+        pytest.skip("torchvision is not installed")

@@ -93,7 +93,7 @@ def test_a_server_that_does_not_answer_is_reported_within_the_timeout(engine):
         client.weight_info()
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0"])
 def test_a_server_of_this_host_is_asked_without_the_proxy_of_the_environment(
     engine, monkeypatch, host
 ):

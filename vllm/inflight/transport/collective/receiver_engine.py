@@ -48,7 +48,8 @@ class BroadcastInitInfo(upstream.WeightTransferInitInfo):
     world_size: int
     """The number of ranks: the trainer and every worker of every engine."""
     bucket_bytes: int
-    """The size of a bucket, and of the largest message; a multiple of 256."""
+    """The largest size of a bucket and of a message, in bytes; a multiple of 256. All
+    ranks take the smallest one that a worker asks for."""
     rank_offset: int = 1
     """The rank of this engine's first worker; the trainer is rank 0."""
     num_buckets: int = 3

@@ -30,6 +30,9 @@ STORE_S = 60.0
 """Longest time for the trainer to reach its own store. Torch looks names up in the DNS
 to log them."""
 
+SIZE = "the size of a bucket, which a rank of an older release does not tell"
+"""What a rank waits for when all have connected."""
+
 KNOCK_S = 0.2
 """The timeout of one try to reach the trainer's port, and the time between two
 tries."""
@@ -181,12 +184,12 @@ class Rendezvous:
     def _agreed(self, limit: WaitLimit) -> int:
         """The smallest bucket that a worker asks for, which the trainer finds."""
         if self.rank:
-            agreed = int(read_key(self.store, AGREED, limit, "the size of a bucket"))
+            agreed = int(read_key(self.store, AGREED, limit, SIZE))
             if agreed > self._most:
                 raise ValueError(f"{agreed} is more than {self._most}")
             return agreed
         wanted = [
-            int(read_key(self.store, WANTED.format(rank=rank), limit, f"rank {rank}"))
+            int(read_key(self.store, WANTED.format(rank=rank), limit, SIZE))
             for rank in range(1, self.terms.world_size)
         ]
         self.store.set(AGREED, str(min(wanted)))

@@ -651,10 +651,11 @@ class UpdateLoader:
         return shortest
 
     def _takes(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether the loader takes a tensor by a name that the model does not have.
+        """Load a tensor by a name that the model does not have.
 
         Loaders may rename. The loader is called with this tensor alone, so that a
-        rejection ends the load of no other tensor.
+        rejection ends the load of no other tensor. Returns whether the loader went
+        through; it may have passed over the tensor.
         """
         coverage, checks = self.coverage, self._checks
         before = coverage.num_loads
