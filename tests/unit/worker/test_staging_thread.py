@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,9 +21,11 @@ from vllm.inflight.errors import EngineFault
 from vllm.inflight.transport.base import StagedEngine
 from vllm.inflight.worker import replay_plan
 from vllm.inflight.worker.delta import device_writer
+from vllm.inflight.worker.shadow import swap
+from vllm.inflight.worker.shadow.log_entries import LogEntries
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.staging.thread import StagingThread
-from vllm.inflight.worker.staging.worker import StagingWorker
+from vllm.inflight.worker.staging.worker import Held, StagingWorker, Versions
 from vllm.inflight.worker.status_board import StatusBoard
 from vllm.inflight.worker.verify import drift
 from vllm.inflight.worker.verify.start_checkpoint import StartCheckpoint
@@ -269,3 +271,37 @@ def test_a_rank_that_its_engine_has_no_place_for_is_rejected_when_it_attaches(
 ) -> None:
     with pytest.raises(ValueError, match="it has 1 ranks, and this is number 1"):
         stager.attach(board.path, 1)
+
+
+def test_copies_are_enqueued_while_others_run_and_all_are_done_before_a_move_counts(
+    stager: StagingWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_ends: list[object] = []
+
+    class End:
+        """The end of what a GPU does."""
+
+        def __init__(self, *, blocking: bool) -> None:
+            assert blocking  # or the wait would take a core
+
+        def record(self, stream: object) -> None:
+            assert stream is stager._stream
+            open_ends.append(self)
+
+        def synchronize(self) -> None:
+            del open_ends[: open_ends.index(self) + 1]
+
+    monkeypatch.setattr(torch.cuda, "Event", End)
+    stager._stream = object()  # type: ignore[assignment]
+    counts = []
+    for _ in range(4):
+        stager.keep_up()
+        counts.append(len(open_ends))
+    assert counts == [1, 2, 2, 2]
+    flip = SimpleNamespace(of=lambda entries: len(open_ends))
+    monkeypatch.setattr(swap, "Swap", SimpleNamespace)
+    stager.versions = Versions(before=Held(flip=cast(Any, flip)))
+    stager.move_way_back(lambda: False, LogEntries())
+    assert stager.versions.before == Held(flip=cast(Any, 0))
+    stager.keep_up()
+    assert len(open_ends) == 1  # nothing that is done is waited for

@@ -52,8 +52,8 @@ BLOCK_BYTES = 1 << 28
 """Bytes of a block of host memory. To page-lock much at once would stop decoding."""
 
 MOVE_BYTES = 1 << 24
-"""Bytes of the way back that are moved at once. The copies of a step wait for them:
-0.3 ms over PCIe."""
+"""Bytes of the way back that one copy moves. A step's own copies may wait for those that
+are enqueued: 0.3 ms each over PCIe."""
 
 
 class Reserved(NamedTuple):
@@ -76,11 +76,10 @@ class Keeping(NamedTuple):
 
     Attributes:
         give_up: called when there is no room for it; it calls `drop_kept`.
-        rest: called while it is moved, with the bytes so far; returns once these are
-            copied.
+        rest: called while it is moved, with the bytes whose copies are enqueued so far.
         moved: called with the entries of the way back in their new memory, from where
-            its swap takes them from then on. An exception from it, or from `rest`,
-            leaves the way back where it was.
+            its swap takes them from then on; it waits until they are copied. An
+            exception from it, or from `rest`, leaves the way back where it was.
 
     """
 

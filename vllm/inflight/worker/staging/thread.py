@@ -611,7 +611,7 @@ class StagingThread(Background):
 
     def _between_moves(self, num_bytes: int) -> None:
         """While the way back is moved; the bytes of it so far."""
-        self._stager.drain()
+        self._stager.keep_up()
         self._num_moved = num_bytes
         self._rest()
 

@@ -11,6 +11,7 @@ import functools
 import gc
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -73,6 +74,9 @@ NOT_LET_GO = (
 )
 LET_GO_S = 10.0
 """Time that is left to a transfer that has been told to end."""
+
+MOST_AHEAD = 2
+"""Copies that a GPU has before it while one runs. A step's own copies wait for them."""
 
 
 Sent = tuple[str, frozenset[str]]
@@ -145,6 +149,8 @@ class StagingWorker:
         if worker.device.type == "cuda":
             # A thread begins on the default stream, which waits for all others.
             self._stream = torch.cuda.Stream(worker.device)
+        self._ahead = deque[torch.cuda.Event]()
+        """What `keep_up` has marked and not waited for."""
 
     @functools.cached_property
     def rank(self) -> int:
@@ -222,9 +228,24 @@ class StagingWorker:
     def drain(self) -> None:
         """Return when all that the staging thread has enqueued is done."""
         if self._stream is not None:
-            written = torch.cuda.Event(blocking=True)
-            written.record(self._stream)
-            written.synchronize()
+            self._mark().synchronize()
+            self._ahead.clear()
+
+    def keep_up(self) -> None:
+        """Return when of the last calls of this only `MOST_AHEAD` have work that waits.
+
+        The GPU copies on while this thread waits for the interpreter's lock.
+        """
+        if self._stream is not None:
+            self._ahead.append(self._mark())
+            if len(self._ahead) > MOST_AHEAD:
+                self._ahead.popleft().synchronize()
+
+    def _mark(self) -> torch.cuda.Event:
+        """The end of all that is enqueued by now; to wait for it takes no core."""
+        end = torch.cuda.Event(blocking=True)
+        end.record(self._stream)
+        return end
 
     @property
     def is_busy(self) -> bool:
@@ -353,6 +374,7 @@ class StagingWorker:
                 was copied.
 
         """
+        self.drain()  # the last copies may be under way
         before = self.versions.before
         assert before is not None and isinstance(before.flip, swap.Swap)
         flip = before.flip.of(entries)
