@@ -321,12 +321,14 @@ def played(history: History, length: int, given: Mapping[int, str] = {}) -> None
     Args:
         history: at its first version.
         length: its moves.
-        given: those of them that are not left to chance, by their number.
+        given: those of them that are not left to chance, by their number. After all
+            of them, a delta is rolled back.
 
     """
     moves: list[str] = []
     history.check("the first version")
-    for number in range(length):
+    given = {**given, length: "delta", length + 1: "rollback"}
+    for number in range(length + 2):
         moves.append(history.move(given.get(number)))
         history.check(moves)
     history.close()
@@ -448,6 +450,16 @@ def test_families_have_histories_too(
     can = {"may_sleep": False, "has_log": has_log, "without": without}
     length = SHORT if (family, is_eager) in CORE else LENGTH
     played(History(llm, weights_of(folder), tmp_path, 5, **can), length)
+
+
+@pytest.mark.skipif(not CAN_UNPACK_EXPERTS, reason="experts are packed")
+@pytest.mark.parametrize("engine", ["second set as on a GPU"], indirect=True)
+def test_latent_attention_has_a_history_where_loads_are_replayed(
+    engine: tuple[Callable[..., Any], bool], tmp_path: Path
+) -> None:
+    llm, folder = engine[0](family="deepseek_v2")
+    can = {"may_sleep": False, "has_log": False, "without": ("subset",)}
+    played(History(llm, weights_of(folder), tmp_path, 5, **can), SHORT)
 
 
 TWO = {"tensor_parallel_size": 2}
