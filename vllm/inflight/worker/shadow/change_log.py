@@ -52,8 +52,8 @@ BLOCK_BYTES = 1 << 28
 """Bytes of a block of host memory. To page-lock much at once would stop decoding."""
 
 MOVE_BYTES = 1 << 24
-"""Bytes of the way back that one copy moves. A step's own copies may wait for those that
-are enqueued: 0.3 ms each over PCIe."""
+"""Bytes of the way back that one copy moves. A step's own copies may wait for those
+that are enqueued: 0.3 ms each over PCIe."""
 
 
 class Reserved(NamedTuple):
