@@ -117,7 +117,9 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[tuple[str, Any]]
                     continue
                 found = {}
                 for share in [whole, *shares]:
-                    play(share, 1)  # it prepares for the next one
+                    # After a whole version, the first is whole, too, and at the second
+                    # all parameters are brought up.
+                    play(share, 2)
                     (update,) = play(tools[tool] + share, 1).updates
                     found[share or "whole"] = update.facts["found"]
                 file = options.out / f"gpu-delta-{options.shape}-{name}-{tool}.json"
