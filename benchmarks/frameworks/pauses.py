@@ -87,8 +87,11 @@ def model(options: argparse.Namespace) -> Iterator[tuple[Path, Versions]]:
         tempfile.TemporaryDirectory() as root,
         ProcessPoolExecutor(1, get_context("spawn")) as writer,
     ):
-        folder = write_shape(options.shape, Path(root))
-        written = writer.submit(write_files, folder, device_of(0))
+        # An engine that starts looks into its own folder, where no half of a file is.
+        folder, files = (
+            write_shape(options.shape, Path(root, name)) for name in ("engine", "files")
+        )
+        written = writer.submit(write_files, files, device_of(0))
 
         def versions() -> list[Path]:
             found = written.result()
@@ -202,12 +205,13 @@ def are_tokens_same(arms: list[ArmProcess]) -> bool:
 
 def show(report: dict[str, Any]) -> None:
     """The table, and the gaps of decoding alone."""
-    table = Table(title=f"longest gap at an update of {report['bytes'] / 1e6:.0f} MB")
-    table.add_column("")
+    size = f"{report['bytes'] / 1e6:.0f} MB"
+    table = Table(title=f"longest gap at an update of {size}, and its seconds")
+    table.add_column("", no_wrap=True)
     for name in ARMS:
         table.add_column(f"{name}: median / worst, ms", justify="right")
     for name in ARMS:
-        table.add_column(f"{name}: update, s", justify="right")
+        table.add_column(f"{name}, s", justify="right")
     for framework, by_arm in report["frameworks"].items():
         of_arms = [by_arm[name] for name in ARMS]
         table.add_row(

@@ -18,11 +18,18 @@ from benchmarks.frameworks.pauses import (
     plans,
 )
 from benchmarks.frameworks.pauses_arm import SEQUENCES
-from benchmarks.frameworks.pauses_worker import buckets, names_of, tensors_of
+from benchmarks.frameworks.pauses_worker import (
+    Extension,
+    buckets,
+    names_of,
+    tensors_of,
+)
 from benchmarks.frameworks.trainer import write_files
 from benchmarks.machine import GPUS
 from benchmarks.record import Record, Update
 from benchmarks.shapes import write_shape
+from vllm.inflight.frameworks.known_call import methods_of
+from vllm.inflight.frameworks.table import BUILT_IN, matched
 
 
 def arm(name: str, stops_for: float) -> Any:
@@ -97,3 +104,11 @@ def test_buckets_have_every_name_once(number: int) -> None:
     found = list(buckets(names))
     assert len(found) <= 4
     assert [name for bucket in found for name in bucket] == names
+
+
+def test_each_frameworks_worker_calls_are_known_ones() -> None:
+    """An unknown call would end an absorbed pause; TRL's are vLLM's own."""
+    known = matched(methods_of(Extension, BUILT_IN))
+    assert {row.framework for row in known} >= SEQUENCES.keys() - {"TRL"}
+    own = {name for name in vars(Extension) if not name.startswith("_")}
+    assert own == {row.method for row in known}
