@@ -10,13 +10,14 @@ With `--shape 8B` the engines run on a GPU each, with compiled code and CUDA gra
 one GPU they run one after the other. An engine and the tensors of its updates need a
 GPU of 141 GB. Without a shape the engines share a CPU and have a small model.
 
-The same as with the frameworks are the calls of the engine, their order, and which
-tensors a call brings. Not the same is where tensors come from. They lie on the engine's
-device already, as a trainer on the same GPU lends them by CUDA IPC. TRL and PipelineRL
-send theirs over NCCL, and the others can: a real pause is longer by the transfer.
-prime-rl's files are read at each update, from the host's page cache. Trainer, Ray and
-HTTP are left out: the calls are made in the engine's own process. `python -m
-benchmarks.frameworks` measures the frameworks' own transports.
+The same as with the frameworks are the calls of the engine, their order, and how a
+call loads its tensors. Not the same is where tensors come from. They lie on the
+engine's device already, as a trainer on the same GPU lends them by CUDA IPC. TRL and
+PipelineRL send theirs over NCCL, as OpenRLHF, SkyRL and ms-swift may: a real pause is
+then longer by the transfer. prime-rl's files are read at each update, from the host's
+page cache. What comes in buckets comes in four here, whatever its size. Trainer, Ray
+and HTTP are left out: the calls go to `AsyncLLM` itself. `python -m
+benchmarks.frameworks` measures the own transports of some frameworks.
 """
 
 from __future__ import annotations
