@@ -11,6 +11,18 @@ from typing import Any
 
 import psutil
 
+GPUS = "CUDA_VISIBLE_DEVICES"
+"""In the environment: which GPUs a process sees."""
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that this process sees, as the variable names them."""
+    import torch
+
+    every = [str(number) for number in range(torch.cuda.device_count())]
+    named = os.environ.get(GPUS)
+    return every if named is None else named.split(",")[: len(every)]
+
 
 def facts() -> dict[str, Any]:
     """Facts of the machine that figures depend on."""

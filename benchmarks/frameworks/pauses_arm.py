@@ -3,80 +3,30 @@
 `python -m benchmarks.frameworks.pauses_arm NAME CHECKPOINT FD`, started by
 benchmarks/frameworks/pauses.py. NAME is a value of `--inflight-pauses`. A checkpoint of
 a plan is written `FRAMEWORK=FOLDER`: the arm then makes the calls of this framework.
-Pause, update calls and continue have the arguments that the framework's trainer uses.
-The tensors come from the file in place of a trainer's group.
+Pause, update calls and continue have the arguments that the framework's trainer uses,
+but where an argument tells of tensors: there it names the folder.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Awaitable, Callable
-from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
 
-from safetensors import safe_open
-from safetensors.torch import load_file
-
 from benchmarks.arm import Arm, serve
-
-FILE = "model.safetensors"
-
-
-class Extension:
-    """The worker calls of the frameworks, as their own extensions name them."""
-
-    # OpenRLHF: one call for each parameter.
-    def update_weight(
-        self: Any, name: str, dtype: Any, shape: Any, empty_cache: bool = False
-    ) -> None:
-        weight = tensors_of(dtype)[name]
-        self.model_runner.model.load_weights(weights=[(name, weight)])
-
-    # prime-rl: one call with a folder.
-    def update_weights_from_path(self: Any, weight_dir: str) -> None:
-        found = load_file(f"{weight_dir}/{FILE}")
-        self.model_runner.model.load_weights(weights=iter(found.items()))
-
-    # SkyRL: a begin, chunks, and an end.
-    def skyrl_start_weight_update(self: Any, is_checkpoint_format: bool = True) -> None:
-        """Do nothing: an adopted call begins an update without it."""
-
-    def update_weights_nccl(self: Any, update_info: dict[str, Any]) -> None:
-        found = tensors_of(update_info["folder"])
-        chosen = [(name, found[name]) for name in update_info["names"]]
-        self.model_runner.model.load_weights(weights=chosen)
-
-    def skyrl_finish_weight_update(self: Any) -> None:
-        """Do nothing: it marks the end."""
-
-    # PipelineRL: one call with a request.
-    def receive_weight_update(self: Any, request_json: str) -> None:
-        for name, tensor in tensors_of(json.loads(request_json)["folder"]).items():
-            self.model_runner.model.load_weights(weights=[(name, tensor)])
-
-
-@cache
-def tensors_of(folder: str) -> dict[str, Any]:
-    """The tensors of a checkpoint; read once, as a trainer has them in memory."""
-    found: dict[str, Any] = load_file(f"{folder}/{FILE}")
-    return found
-
-
-@cache
-def names_of(folder: str) -> list[str]:
-    """The names of a checkpoint's tensors."""
-    with safe_open(f"{folder}/{FILE}", "pt") as file:
-        return list(file.keys())
+from benchmarks.frameworks.arm import ENGINE
+from benchmarks.frameworks.pauses_worker import BACKEND, Extension, buckets, names_of
 
 
 async def trl(engine: Any, folder: str) -> None:
     """AsyncGRPO and AsyncDistillation: vLLM's phases; their pause clears the cache."""
     await engine.pause_generation(mode="keep")
     await engine.start_weight_update(is_checkpoint_format=True)
-    await engine.update_weights({"update_info": {"path": folder}})
+    await engine.update_weights({"update_info": {"file": folder}})
     await engine.finish_weight_update()
     await engine.resume_generation()
 
@@ -101,12 +51,10 @@ async def prime_rl(engine: Any, folder: str) -> None:
 
 async def skyrl(engine: Any, folder: str) -> None:
     """A begin, four chunks and an end, inside of a pause that keeps the cache."""
-    names = names_of(folder)
-    size = -(-len(names) // 4)
     await engine.pause_generation(mode="keep", clear_cache=False)
     await engine.collective_rpc("skyrl_start_weight_update")
-    for start in range(0, len(names), size):
-        info = {"folder": folder, "names": names[start : start + size]}
+    for names in buckets(names_of(folder)):
+        info = {"folder": folder, "names": names}
         await engine.collective_rpc("update_weights_nccl", args=(info,))
     await engine.collective_rpc("skyrl_finish_weight_update")
     await engine.resume_generation()
@@ -120,15 +68,33 @@ async def pipelinerl(engine: Any, folder: str) -> None:
     await engine.resume_generation()
 
 
+async def ms_swift(engine: Any, folder: str) -> None:
+    """Its rollout server: buckets, an end, the cache. It does not pause."""
+    for names in buckets(names_of(folder)):
+        told = [{"name": name, "dtype": folder} for name in names]
+        await engine.collective_rpc("update_flattened_params", args=(told,))
+    await engine.collective_rpc("process_weights_after_loading")
+    await engine.reset_prefix_cache()
+
+
+async def checkpoint_engine(engine: Any, folder: str) -> None:
+    """Its one worker call; it does not pause."""
+    handles = {"folder": folder}
+    await engine.collective_rpc("update_weights_from_ipc", args=(handles,))
+
+
 SEQUENCES: dict[str, Callable[[Any, str], Awaitable[None]]] = {
     "TRL": trl,
     "OpenRLHF": openrlhf,
     "prime-rl": prime_rl,
     "SkyRL": skyrl,
     "PipelineRL": pipelinerl,
+    "ms-swift": ms_swift,
+    "checkpoint-engine": checkpoint_engine,
 }
 """Framework → its calls for one update. Those that retract come first, while streams
-are short: they are prefilled again, which takes the longer the longer they are."""
+are short: they are prefilled again, which takes the longer the longer they are. Those
+that do not pause come last: both arms do the same there."""
 
 
 async def update(engine: Any, named: str) -> dict[str, float]:
@@ -142,10 +108,10 @@ async def main(name: str, checkpoint: str, handle: str) -> None:
     arm = Arm(
         checkpoint,
         update,
-        enforce_eager=True,
         worker_extension_cls=f"{Extension.__module__}.{Extension.__name__}",
-        weight_transfer_config={"backend": "local"},
+        weight_transfer_config={"backend": BACKEND},
         additional_config={"inflight": {"pauses": name}},
+        **json.loads(os.environ[ENGINE]),
     )
     await serve(arm, Connection(int(handle)))
 

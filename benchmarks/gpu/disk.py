@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.figures import steady, summary, update_figures
 from benchmarks.gpu.staging_arm import HOST
-from benchmarks.machine import facts
+from benchmarks.machine import GPUS, facts, visible_gpus
 from benchmarks.process import ArmProcess, arm
 from benchmarks.record import OURS, UPSTREAM, Plan
 from benchmarks.shapes import SHAPES, write_shape
@@ -77,8 +77,7 @@ def measure(options: argparse.Namespace, root: Path, report: dict[str, Any]) -> 
     num_bytes = sum(file.stat().st_size for file in new.glob("*.safetensors"))
     report |= {"bytes": num_bytes, "arms": {}}
     versions = [str((new, old)[n % 2]) for n in range(options.updates)]
-    every = ",".join(map(str, range(torch.cuda.device_count())))
-    gpus = os.environ.get(GPUS, every).split(",")
+    gpus = visible_gpus()
     with ExitStack() as stack, ThreadPoolExecutor() as pool:
 
         def begin(number: int) -> ArmProcess:
@@ -107,9 +106,6 @@ def measure(options: argparse.Namespace, root: Path, report: dict[str, Any]) -> 
             (options.out / "gpu-disk.json").write_text(written + "\n")
     if any(probe != probes[0] for probe in probes):
         raise SystemExit("the arms do not say the same under the same weights")
-
-
-GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 def _cold(process: ArmProcess, streams: int, folder: Path) -> dict[str, Any]:

@@ -91,6 +91,7 @@ FRAMEWORKS = [
         *("bench-openrlhf", (1.0, 0.4), 420, "frameworks openrlhf --rounds 1"),
         alone=True,
     ),
+    bench("bench-pauses", (1.0, 1.0), 400, "frameworks.pauses --shape 8B", alone=True),
     bench("bench-experts", (1.0, 1.0, 0.4), 500, EXPERTS, alone=True),
 ]
 """They come after the tests that have never run."""

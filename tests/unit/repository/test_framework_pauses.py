@@ -1,13 +1,35 @@
-"""The benchmark of frameworks' pauses: how its figures come from the records."""
+"""The benchmark of frameworks' pauses: its rounds, its versions and its figures."""
 
+from argparse import Namespace
+from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks.frameworks.pauses import ABSORB, OBEY, figures
+from benchmarks.frameworks.pauses import (
+    ABSORB,
+    OBEY,
+    are_tokens_same,
+    at_once,
+    figures,
+    plans,
+)
 from benchmarks.frameworks.pauses_arm import SEQUENCES
+from benchmarks.frameworks.pauses_worker import (
+    Extension,
+    buckets,
+    names_of,
+    tensors_of,
+)
+from benchmarks.frameworks.trainer import write_files
+from benchmarks.machine import GPUS
 from benchmarks.record import Record, Update
+from benchmarks.shapes import write_shape
+from vllm.inflight.frameworks.known_call import methods_of
+from vllm.inflight.frameworks.table import BUILT_IN, matched
 
 
 def arm(name: str, stops_for: float) -> Any:
@@ -31,3 +53,62 @@ def test_each_framework_has_the_gaps_of_its_own_updates_in_both_arms() -> None:
         assert by_arm[OBEY]["gap_median_ms"] == pytest.approx(900)
         assert by_arm[ABSORB]["gap_max_ms"] == pytest.approx(200)
         assert by_arm[OBEY]["update_s"] == pytest.approx(1)
+
+
+def test_an_arm_that_has_been_measured_alone_has_its_figures_already() -> None:
+    found = figures([arm(OBEY, 0.9)])
+    assert all(list(by_arm) == [OBEY] for by_arm in found.values())
+
+
+def test_arms_share_no_gpu_at_the_same_time_and_share_the_cpu() -> None:
+    assert at_once([]) == [{OBEY: {}, ABSORB: {}}]
+    assert at_once(["3"]) == [{OBEY: {GPUS: "3"}}, {ABSORB: {GPUS: "3"}}]
+    for gpus in (["4", "5"], ["4", "5", "6", "7"]):
+        assert at_once(gpus) == [{OBEY: {GPUS: "4"}, ABSORB: {GPUS: "5"}}]
+
+
+def test_every_update_of_all_rounds_brings_the_other_version() -> None:
+    options = Namespace(streams=2, warm_tokens=1, steady=0.1, rounds=2)
+    found = plans(options, [Path("old"), Path("new")])
+    assert len(found) == 3, "the first one warms up"
+    updates = [each.partition("=") for plan in found for each in plan.checkpoints]
+    assert [framework for framework, _, _ in updates] == [*SEQUENCES] * 3
+    folders = [Path(folder).name for _, _, folder in updates]
+    assert folders[0] == "new", "engines start with the old one"
+    assert all(first != second for first, second in pairwise(folders))
+
+
+def test_arms_that_decode_differently_after_a_round_are_told() -> None:
+    obeying, absorbing = arm(OBEY, 0.9), arm(ABSORB, 0.2)
+    obeying.records = [Record([], probe=[1, 2]), Record([], probe=[3, 4])]
+    absorbing.records = [Record([], probe=[1, 2])]
+    assert are_tokens_same([obeying, absorbing])
+    absorbing.records.append(Record([], probe=[3, 5]))
+    assert not are_tokens_same([obeying, absorbing])
+
+
+def test_a_worker_holds_what_two_versions_share_once(tmp_path: Path) -> None:
+    host = torch.device("cpu")
+    versions = write_files(write_shape("tiny", tmp_path), host)
+    first, second = (tensors_of(str(version), host) for version in versions)
+    assert sorted(first) == sorted(names_of(str(versions[0])))
+    assert {name for name in first if first[name] is not second[name]} == {
+        "lm_head.weight"
+    }
+    assert torch.equal(first["lm_head.weight"], -second["lm_head.weight"])
+
+
+@pytest.mark.parametrize("number", [1, 3, 4, 9])
+def test_buckets_have_every_name_once(number: int) -> None:
+    names = [str(each) for each in range(number)]
+    found = list(buckets(names))
+    assert len(found) <= 4
+    assert [name for bucket in found for name in bucket] == names
+
+
+def test_each_frameworks_worker_calls_are_known_ones() -> None:
+    """An unknown call would end an absorbed pause; TRL's are vLLM's own."""
+    known = matched(methods_of(Extension, BUILT_IN))
+    assert {row.framework for row in known} >= SEQUENCES.keys() - {"TRL"}
+    own = {name for name in vars(Extension) if not name.startswith("_")}
+    assert own == {row.method for row in known}
