@@ -8,7 +8,7 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -66,21 +66,35 @@ def booted(build: None, folders: dict[str, Path]) -> Iterator[EngineCore]:
         yield core
 
 
-@pytest.fixture
-def expected(core: EngineCore, folders: dict[str, Path]) -> Iterator[Any]:
-    """What the new weights are, and say; what the engine serves is the old ones."""
-    publish(core, folders["new"], "new")
-    model = core.model_executor.driver_worker.worker.model_runner.model
+class New(NamedTuple):
+    """The new weights: as a checkpoint, as they are served, and what they say."""
+
+    checkpoint: dict[str, torch.Tensor]
+    kernel: dict[str, torch.Tensor]
+    seen: Any
+
+
+@pytest.fixture(scope="module")
+def new_weights(booted: EngineCore, folders: dict[str, Path]) -> New:
+    publish(booted, folders["new"], "new")
+    model = booted.model_executor.driver_worker.worker.model_runner.model
     kernel = {n: p.detach().clone() for n, p in model.named_parameters()}
-    checkpoint = tensors_of(folders["new"])
     device = kernel[NORM].device
-    TENSORS["checkpoint"] = {n: t.to(device) for n, t in checkpoint.items()}
-    TENSORS["kernel"] = kernel
-    wanted = parameters(core), answers(core, "expected")
-    # Twice: the shadow weights are older than those served.
-    publish(core, folders["old"], "older")
+    checkpoint = {n: t.to(device) for n, t in tensors_of(folders["new"]).items()}
+    return New(checkpoint, kernel, (parameters(booted), answers(booted, "expected")))
+
+
+@pytest.fixture
+def expected(
+    new_weights: New, core: EngineCore, folders: dict[str, Path]
+) -> Iterator[Any]:
+    """What the new weights are, and say; what the engine serves is the old ones."""
+    TENSORS.update(
+        checkpoint=dict(new_weights.checkpoint), kernel=dict(new_weights.kernel)
+    )
+    # Once more: the shadow weights are older than those served.
     publish(core, folders["old"], "old")
-    yield wanted
+    yield new_weights.seen
     TENSORS.clear()
 
 
