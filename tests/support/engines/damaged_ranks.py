@@ -9,11 +9,11 @@ from tests.support.engines.transport import Extension
 from vllm.inflight.worker.shadow.swap import Swap
 
 WRITTEN = "model.norm.weight"
-"""The parameter that the last rank's write beside every update changes."""
+"""The parameter that the write of `tests_write_before_next_swap` changes."""
 
 
 class Damaged(Extension):
-    """The last of two ranks is the one whose swaps fail."""
+    """Of two ranks, the last is the one whose swap fails."""
 
     model_runner: Any
     rank: int
@@ -52,7 +52,7 @@ class Damaged(Extension):
         """
         found = hashlib.sha256()
         for name, param in self.model_runner.get_model().named_parameters():
-            bits = param.data.contiguous()
+            bits = param.data.reshape(-1)
             if but_for_the_write and name == WRITTEN and self.rank == 1:
                 bits = bits.view(torch.int16) - 1
             found.update(bits.view(torch.uint8).cpu().numpy().data)
