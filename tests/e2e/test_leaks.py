@@ -26,6 +26,9 @@ pytestmark = pytest.mark.engine
 
 MIB = 1 << 20
 
+Record = Callable[[str, object], None]
+"""Of pytest's fixture `record_property`."""
+
 
 @pytest.fixture(autouse=True, scope="module")
 def freezing_engines() -> Iterator[None]:
@@ -78,11 +81,6 @@ def held() -> tuple[int, int]:
     ctypes.CDLL("libc.so.6").malloc_trim(0)  # glibc keeps some of what is freed
     process = psutil.Process()
     return process.memory_info().rss, process.num_fds()
-
-
-LEAKED_ON_GPU = {"taken": 2 << 20, "tensors": 100 * 512, "page-locked": 100 * 512}
-"""What a hundred updates take if each keeps a little, in bytes, as `held_on_gpu` tells.
-The driver hands out 2 MiB at a time, and torch 512 bytes."""
 
 
 def held_on_gpu() -> dict[str, int]:
@@ -149,13 +147,19 @@ def test_memory_threads_and_descriptors_return_after_200_updates(
 @pytest.mark.slow
 @pytest.mark.parametrize("staging", ["auto", "delta"])
 def test_memory_is_flat_over_500_deltas(
-    start: Callable[..., Any], checkpoint: Callable[..., Path], staging: str
+    start: Callable[..., Any],
+    checkpoint: Callable[..., Path],
+    staging: str,
+    record_property: Record,
 ) -> None:
     with unpacked():
-        deltas_leave_nothing(start, checkpoint(0, hidden=256), staging)
+        folder = checkpoint(0, hidden=256)
+        deltas_leave_nothing(start, folder, staging, record_property)
 
 
-def deltas_leave_nothing(start: Callable[..., Any], folder: Path, staging: str) -> None:
+def deltas_leave_nothing(
+    start: Callable[..., Any], folder: Path, staging: str, record: Record
+) -> None:
     """Send 500 deltas to an engine with this staging, after 100 for a start.
 
     On a GPU no other process may take memory of that GPU meanwhile.
@@ -187,14 +191,14 @@ def deltas_leave_nothing(start: Callable[..., Any], folder: Path, staging: str) 
             rises.append(held()[0] - resident)
             now = held_on_gpu()
             rises_on_gpu.append({name: now[name] - on_gpu[name] for name in now})
-        print(f"\nrises of 100 deltas: {rises}, {rises_on_gpu}")
+        record("resident_bytes_of_100_deltas", rises)
+        record("gpu_bytes_of_100_deltas", rises_on_gpu)
         one_set = sum(tensor.nbytes for tensor in weights.values())
         # A leak of a copy in ten updates would show as ten sets, every time.
         assert min(rises) < one_set / 2 + 4 * MIB
         assert sum(rises) < 5 * one_set + 40 * MIB
-        for name in now:
-            least = min(rise[name] for rise in rises_on_gpu)
-            assert least < LEAKED_ON_GPU[name], f"{name}: {rises_on_gpu}"
+        for name in now:  # what is kept of each update shows every time
+            assert min(rise[name] for rise in rises_on_gpu) <= 0, name
         assert held()[1] <= before[1]
         assert threads() <= threads_before
     nothing_came(known)

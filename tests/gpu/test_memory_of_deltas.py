@@ -7,7 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.test_leaks import deltas_leave_nothing, freezing_engines  # noqa: F401
+from tests.e2e.test_leaks import (  # noqa: F401 (one is a fixture)
+    Record,
+    deltas_leave_nothing,
+    freezing_engines,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,6 +21,10 @@ pytestmark = [
 
 @pytest.mark.parametrize("staging", ["device", "delta"])
 def test_memory_is_flat_over_500_deltas(
-    start: Callable[..., Any], checkpoint: Callable[..., Path], staging: str
+    start: Callable[..., Any],
+    checkpoint: Callable[..., Path],
+    staging: str,
+    record_property: Record,
 ) -> None:
-    deltas_leave_nothing(start, checkpoint(0, hidden=256), staging)
+    folder = checkpoint(0, hidden=256)
+    deltas_leave_nothing(start, folder, staging, record_property)
