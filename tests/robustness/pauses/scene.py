@@ -98,9 +98,9 @@ class Scene:
     """One cell on the engine of its model.
 
     Args:
-        subject: the engine.
+        subject: the engine, and what its cells need.
         cell: what happens.
-        record: takes names and values of what was measured.
+        record: takes the name and the value of each thing that is measured.
 
     """
 
