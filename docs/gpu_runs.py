@@ -32,6 +32,7 @@ ON_CPU = {
     "test_ranks_fed_from_third_gpu": "e2e/test_fed_engines.py",
     "test_two_ranks_sleep": "e2e/test_sleep.py",
     "test_automatic_scrubs": "e2e/test_scrub.py",
+    "test_memory_of_deltas": "e2e/test_leaks.py",
     "test_soak": "robustness/soak/test_soak.py",
     "test_trainer": "e2e/test_trainer_failures.py",
     "test_nccl_from_second_gpu": "e2e/test_fed_engines.py",

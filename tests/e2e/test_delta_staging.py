@@ -834,7 +834,7 @@ def test_ranks_serve_what_deltas_and_whole_versions_lead_to(
     assert seen["back after it"] == [seen["deltas"][-1][1:], wholes[-1]]
     assert (seen["lost"], seen["filled"]) == ("gone", wholes[-1])
     _refused_deltas_that_reach_ranks_altered(seen["altered"], REASONS.get(parallel, []))
-    _recovered_from_other_bits(seen["other bits"])
+    recovered_from_other_bits(seen["other bits"])
     assert parallel != "expert" or seen["fresh"] == wholes[-1][1]
 
 
@@ -857,7 +857,7 @@ def _refused_deltas_that_reach_ranks_altered(
         assert each["before"] == each["after"] == each["back"] != each["then"]
 
 
-def _recovered_from_other_bits(seen: dict[str, Any]) -> None:
+def recovered_from_other_bits(seen: dict[str, Any]) -> None:
     """No rank has what the swap of one of them could not prove."""
     code, message = seen["refusal"]
     assert code == "engine_fault"

@@ -26,6 +26,9 @@ pytestmark = pytest.mark.engine
 
 MIB = 1 << 20
 
+Record = Callable[[str, object], None]
+"""Of pytest's fixture `record_property`."""
+
 
 @pytest.fixture(autouse=True, scope="module")
 def freezing_engines() -> Iterator[None]:
@@ -80,6 +83,22 @@ def held() -> tuple[int, int]:
     return process.memory_info().rss, process.num_fds()
 
 
+def held_on_gpu() -> dict[str, int]:
+    """Bytes of the GPU that are taken, of tensors on it, and of page-locked memory.
+
+    Nothing where there is no GPU.
+    """
+    if not torch.cuda.is_available():
+        return {}
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "taken": total - free,
+        "tensors": torch.cuda.memory_allocated(),
+        "page-locked": torch.cuda.host_memory_stats()["allocated_bytes.current"],
+    }
+
+
 def threads() -> set[threading.Thread]:
     """Those of ours."""
     return {t for t in threading.enumerate() if t.name.startswith("inflight")}
@@ -128,40 +147,60 @@ def test_memory_threads_and_descriptors_return_after_200_updates(
 @pytest.mark.slow
 @pytest.mark.parametrize("staging", ["auto", "delta"])
 def test_memory_is_flat_over_500_deltas(
-    start: Callable[..., Any], checkpoint: Callable[..., Path], staging: str
+    start: Callable[..., Any],
+    checkpoint: Callable[..., Path],
+    staging: str,
+    record_property: Record,
 ) -> None:
-    folder = checkpoint(0, hidden=256)
+    with unpacked():
+        folder = checkpoint(0, hidden=256)
+        deltas_leave_nothing(start, folder, staging, record_property)
+
+
+def deltas_leave_nothing(
+    start: Callable[..., Any], folder: Path, staging: str, record: Record
+) -> None:
+    """Send 500 deltas to an engine with this staging, after 100 for a start.
+
+    On a GPU no other process may take memory of that GPU meanwhile.
+    """
     inflight = {"staging": staging} | (
         {"delta_gib": 0.05} if staging == "delta" else {}
     )
     config = {"inflight": inflight}
     local = WeightTransferConfig(backend="local")
     known = names()
-    with unpacked():
-        llm = start(folder, additional_config=config, weight_transfer_config=local)
-        weights = load_file(folder / "model.safetensors")
-        with Publisher(llm, weights) as to:
-            assert not to.publish().is_delta
+    llm = start(folder, additional_config=config, weight_transfer_config=local)
+    weights = load_file(folder / "model.safetensors")
+    with Publisher(llm, weights) as to:
+        assert not to.publish().is_delta
 
-            def update(count: int) -> None:
-                for number in range(count):
-                    for tensor in weights.values():
-                        tensor.view(-1).view(torch.int16)[number % tensor.numel()] ^= 1
-                    assert to.publish().is_delta
-                settle()
+        def update(count: int) -> None:
+            for number in range(count):
+                for tensor in weights.values():
+                    tensor.view(-1).view(torch.int16)[number % tensor.numel()] ^= 1
+                assert to.publish().is_delta
+            settle()
 
-            update(100)  # allocator and caches find their level
-            before = held()
-            rises = []
-            for _ in range(5):
-                resident = held()[0]
-                update(100)
-                rises.append(held()[0] - resident)
-            one_set = sum(tensor.nbytes for tensor in weights.values())
-            # A leak of a copy in ten updates would show as ten sets, every time.
-            assert min(rises) < one_set / 2 + 4 * MIB
-            assert sum(rises) < 5 * one_set + 40 * MIB
-            assert held()[1] <= before[1]
+        update(100)  # allocator and caches find their level
+        before, threads_before = held(), threads()
+        rises, rises_on_gpu = [], []
+        for _ in range(5):
+            resident, on_gpu = held()[0], held_on_gpu()
+            update(100)
+            rises.append(held()[0] - resident)
+            now = held_on_gpu()
+            rises_on_gpu.append({name: now[name] - on_gpu[name] for name in now})
+        record("resident_bytes_of_100_deltas", rises)
+        record("gpu_bytes_of_100_deltas", rises_on_gpu)
+        one_set = sum(tensor.nbytes for tensor in weights.values())
+        # A leak of a copy in ten updates would show as ten sets, every time.
+        assert min(rises) < one_set / 2 + 4 * MIB
+        assert sum(rises) < 5 * one_set + 40 * MIB
+        for name in now:  # what is kept of each update shows every time
+            assert min(rise[name] for rise in rises_on_gpu) <= 0, name
+        assert held()[1] <= before[1]
+        assert threads() <= threads_before
     nothing_came(known)
 
 

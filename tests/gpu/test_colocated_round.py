@@ -158,7 +158,11 @@ def by_level_2(llm: Any) -> None:
 
 @pytest.mark.parametrize("give_back", [by_release, by_pause, by_level_1, by_level_2])
 def test_requests_go_on_with_the_right_tokens_in_every_round(
-    llm: Any, old: Path, new: Path, give_back: Callable[[Any], None]
+    llm: Any,
+    old: Path,
+    new: Path,
+    give_back: Callable[[Any], None],
+    record_property: Callable[[str, object], None],
 ) -> None:
     label = "old"
     for number in range(ROUNDS):
@@ -166,7 +170,7 @@ def test_requests_go_on_with_the_right_tokens_in_every_round(
         awake = free_bytes()
         give_back(llm)
         freed = free_bytes() - awake
-        print(f"{give_back.__name__}: {freed / (1 << 30):.2f} GiB given back")
+        record_property("given_back_gib", round(freed / (1 << 30), 2))
         assert freed > KV_BYTES + 2 * one_set_bytes(llm) - 512 * MIB
         begun = requests.settle()
         train()

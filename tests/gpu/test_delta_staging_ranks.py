@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.test_delta_staging import delta_engine
+from tests.e2e.test_delta_staging import delta_engine, recovered_from_other_bits
 from tests.e2e.test_deltas import (  # noqa: F401 (tests, run here on two GPUs)
     sent,
     test_a_chain_of_deltas_equals_whole_versions,
@@ -18,6 +18,8 @@ from tests.e2e.test_deltas import (  # noqa: F401 (tests, run here on two GPUs)
     test_one_tensor_of_a_fused_parameter_may_change_alone,
     weights,
 )
+from tests.support.deltas import stepped
+from tests.support.engines.delta_ranks import written_before_swap
 from tests.support.gpu.ranked import start  # noqa: F401 (a fixture)
 from tests.support.models.families import gpu_options
 
@@ -48,5 +50,19 @@ def shape(engine: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def llm(start: Callable[..., Any], old: Path, engine: Any) -> Any:  # noqa: F811 (the fixture)
-    inflight = {"staging": "delta", "delta_gib": 0.2}
-    return delta_engine(start, old, enforce_eager=False, inflight=inflight, **engine[1])
+    options = {
+        "enforce_eager": False,
+        "inflight": {"staging": "delta", "delta_gib": 0.2},
+        "worker_extension_cls": "tests.support.engines.damaged_ranks.Damaged",
+    }
+    return delta_engine(start, old, **options, **engine[1])
+
+
+def test_a_swap_that_meets_other_bits_on_one_rank_is_undone_on_both(
+    llm: Any,
+    old: Path,
+    weights: dict[str, torch.Tensor],  # noqa: F811 (the fixture)
+) -> None:
+    llm.update_weights_from_disk(str(old), "old")
+    recovered_from_other_bits(written_before_swap(llm, stepped(weights, 9)))
+    assert llm.verify_weights()["result"] == "equal"

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.robustness.pauses import cells, rows
-from tests.robustness.pauses.conftest import subject_of  # noqa: F401 (a fixture)
+from tests.robustness.pauses.conftest import play, subject_of  # noqa: F401 (fixtures)
 from tests.robustness.pauses.live import Live, Stream
 from tests.robustness.pauses.scene import WATCHED_S
 from tests.robustness.pauses.subjects import NEW, OLD, Subject
@@ -89,11 +89,10 @@ def sent(live: Live) -> Iterator[list[Stream]]:  # noqa: F811
 
 @pytest.mark.parametrize("cell", [*IN_A_PAUSE, *AT_A_COMMIT, *FLUSHED], ids=str)
 def test_every_token_is_of_the_weights_that_its_spans_name(
-    subject_of: Any,  # noqa: F811
-    device: str,
+    play: rows.Play,  # noqa: F811
     cell: cells.Cell,
 ) -> None:
-    rows.play(subject_of, device, cell)
+    play(cell)
 
 
 def test_a_commit_that_would_wait_for_the_requests_is_rejected(
@@ -234,8 +233,7 @@ def digests(live: Live) -> list[dict[str, str]]:  # noqa: F811
 @needs_three
 @pytest.mark.parametrize("cell", FROM_A_THIRD_GPU, ids=str)
 def test_both_engines_take_a_version_from_a_trainer_on_a_third_gpu(
-    subject_of: Any,  # noqa: F811
-    device: str,
+    play: rows.Play,  # noqa: F811
     cell: cells.Cell,
 ) -> None:
-    rows.play(subject_of, device, cell)
+    play(cell)

@@ -1,12 +1,10 @@
 """Pauses and modes of commits with delta staging, on a GPU, with CUDA graphs."""
 
-from typing import Any
-
 import pytest
 import torch
 
 from tests.robustness.pauses import cells, rows
-from tests.robustness.pauses.conftest import subject_of  # noqa: F401 (a fixture)
+from tests.robustness.pauses.conftest import play, subject_of  # noqa: F401 (fixtures)
 from tests.robustness.pauses.test_delta_staging import (  # noqa: F401 (tests and fixtures)
     live,
     subject,
@@ -24,8 +22,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("cell", cells.logged("cuda"), ids=str)
 def test_every_token_is_of_the_weights_that_its_spans_name(
-    subject_of: Any,  # noqa: F811
-    device: str,
+    play: rows.Play,  # noqa: F811
     cell: cells.Cell,
 ) -> None:
-    rows.play(subject_of, device, cell)
+    play(cell)

@@ -1,12 +1,10 @@
 """The pause cells of a model with a drafter, on a GPU, with CUDA graphs."""
 
-from typing import Any
-
 import pytest
 import torch
 
 from tests.robustness.pauses import cells, rows
-from tests.robustness.pauses.conftest import subject_of  # noqa: F401 (a fixture)
+from tests.robustness.pauses.conftest import play, subject_of  # noqa: F401 (fixtures)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -16,7 +14,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("cell", rows.params("cuda", cells.DRAFTED))
 def test_every_token_is_of_the_weights_that_its_spans_name(
-    subject_of: Any,  # noqa: F811
+    play: rows.Play,  # noqa: F811
     cell: cells.Cell,
 ) -> None:
-    rows.play(subject_of, "cuda", cell)
+    play(cell)

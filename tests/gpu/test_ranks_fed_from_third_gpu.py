@@ -9,7 +9,7 @@ import torch
 
 from tests.e2e.test_fed_engines import feed
 from tests.robustness.pauses import cells, rows
-from tests.robustness.pauses.conftest import subject_of  # noqa: F401 (a fixture)
+from tests.robustness.pauses.conftest import play, subject_of  # noqa: F401 (fixtures)
 from tests.robustness.pauses.live import PATIENCE_S
 from tests.robustness.pauses.subjects import NEW, OLD
 from tests.robustness.pauses.test_oracle import wrong
@@ -49,10 +49,10 @@ def test_both_ranks_serve_the_weights_from_a_trainer_on_a_third_gpu(
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_every_token_around_a_pause_is_of_the_weights_that_its_spans_name(
-    subject_of: Any,  # noqa: F811
+    play: rows.Play,  # noqa: F811
     cell: cells.Cell,
 ) -> None:
-    rows.play(subject_of, "cuda", cell)
+    play(cell)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import checkpoint  # noqa: F401
+from tests.robustness.pauses.cells import Cell, backend_of
+from tests.robustness.pauses.rows import Play
+from tests.robustness.pauses.scene import Scene
 from tests.robustness.pauses.subjects import Subject, begin
 
 
@@ -39,3 +42,18 @@ def subject_of(
             return there[key]
 
         yield of
+
+
+@pytest.fixture
+def play(
+    subject_of: Callable[..., Subject],
+    device: str,
+    record_property: Callable[[str, object], None],
+) -> Play:
+    """`play(cell)` on its engine; a JUnit file has how long its pause took."""
+
+    def on_its_engine(cell: Cell) -> None:
+        subject = subject_of(cell.model, cell.ranks, backend_of(cell, device))
+        Scene(subject, cell, record_property).play()
+
+    return on_its_engine

@@ -1,5 +1,6 @@
 """The cells of a module, as parameters of its test."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 
 from tests.robustness.pauses import cells
 from tests.robustness.pauses.cells import Cell, backend_of
-from tests.robustness.pauses.scene import Scene
+
+Play = Callable[[Cell], None]
+"""Of the fixture that plays one cell on its engine."""
 
 MODELS = (*(cells.DENSE, cells.ADAPTER, cells.DRAFTED, cells.EXPERTS, cells.QUANTISED),)
 QUICK = (cells.DENSE,)
@@ -34,9 +37,3 @@ def _marks(cell: Cell, device: str) -> Any:
 NEEDS_TWO = pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason="NCCL needs a GPU for the trainer"
 )
-
-
-def play(subject_of: Any, device: str, cell: Cell) -> None:
-    """Play one cell on its engine."""
-    subject = subject_of(cell.model, cell.ranks, backend_of(cell, device))
-    Scene(subject, cell).play()

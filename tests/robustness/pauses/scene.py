@@ -95,10 +95,19 @@ def is_greedy(params: SamplingParams) -> bool:
 
 
 class Scene:
-    """One cell on the engine of its model."""
+    """One cell on the engine of its model.
 
-    def __init__(self, subject: Subject, cell: Cell) -> None:
-        self.subject, self.cell = subject, cell
+    Args:
+        subject: the engine, and what its cells need.
+        cell: what happens.
+        record: takes the name and the value of each thing that is measured.
+
+    """
+
+    def __init__(
+        self, subject: Subject, cell: Cell, record: Callable[[str, object], None]
+    ) -> None:
+        self.subject, self.cell, self._record = subject, cell, record
         self.live = subject.live
         self.treated: dict[str, Any] = {}
         """What the pause or the commit said of itself."""
@@ -260,8 +269,12 @@ class Scene:
             for c in s.choices
             for (a, _), (b, _) in pairwise(c.arrivals)
         )
+        step = median(times) if times else 0.0
+        self._record("pause_s", round(took, 4))
+        if step:
+            self._record("pause_steps", round(took / step, 1))
         steps, slack = LONGEST_PAUSE[self.subject.device]
-        most = steps * (median(times) if times else 0.0) + slack
+        most = steps * step + slack
         assert took < most, f"the pause took {took:.3f} s"
 
     # ----------------------------------------------------------------- judgements

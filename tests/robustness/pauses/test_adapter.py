@@ -1,7 +1,5 @@
 """The cells of requests with an adapter, on a CPU; tests/gpu has those on GPUs."""
 
-from typing import Any
-
 import pytest
 
 from tests.robustness.pauses import cells, rows
@@ -11,6 +9,6 @@ pytestmark = pytest.mark.engine
 
 @pytest.mark.parametrize("cell", rows.params("cpu", cells.ADAPTER))
 def test_every_token_is_of_the_weights_that_its_spans_name(
-    subject_of: Any, device: str, cell: cells.Cell
+    play: rows.Play, cell: cells.Cell
 ) -> None:
-    rows.play(subject_of, device, cell)
+    play(cell)

@@ -53,6 +53,6 @@ def subject(subject_of: Any, device: str) -> Subject:
     ],
 )
 def test_every_token_is_of_the_weights_that_its_spans_name(
-    subject_of: Any, device: str, cell: cells.Cell
+    play: rows.Play, cell: cells.Cell
 ) -> None:
-    rows.play(subject_of, device, cell)
+    play(cell)

@@ -178,7 +178,7 @@ def written_before_swap(llm: Any, weights: dict[str, Any]) -> dict[str, Any]:
             llm.update_weights_from_disk(file.name)
         except InflightError as error:
             seen["refusal"] = [error.code, str(error)]
-    seen["after"] = llm.collective_rpc("tests_bits")
+    seen["after"] = llm.collective_rpc("tests_bits", args=(True,))
     seen["digest"] = llm.weight_info()["digest"]
     with Publisher(llm, lambda: weights) as to:
         seen["are deltas"] = []

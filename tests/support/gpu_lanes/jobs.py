@@ -138,7 +138,7 @@ SHARDS |= {"quantised_deltas": 3, "quantised": 3, "adopted_direct_writes": 2}
 """The files of tests/gpu that take longest, and over how many jobs each is spread."""
 ALONE = ["arena", "examples", "sleep", "soak", "two_ranks_sleep", "out_of_memory"]
 ALONE += ["routed_experts", "colocated_round", "sglang_handles", "long_groups"]
-ALONE += ["production_size", "memory_of_staging"]
+ALONE += ["production_size", "memory_of_staging", "memory_of_deltas"]
 """They look at the memory of their GPUs."""
 CAN_USE = {"frameworks": 3, "colocated_server": 2, "soak": 2, "examples": 2}
 CAN_USE |= {
