@@ -1,14 +1,13 @@
-"""The table of tests on GPUs: what each file proves, and where its tests last ran.
+"""What ran on GPUs: the last result of each test of tests/gpu.
 
 `python -m docs.gpu_runs FILE... --card "one H200" --vllm 0.32.0` keeps the results of a
-run in docs/gpu-runs.json, of which the table is made. It reads JUnit files, and the
-.jsonl files of tests/support/gpu_lanes, which a run that was cut off has, too.
+run in docs/gpu-runs.json. It reads JUnit files, and the .jsonl files of
+tests/support/gpu_lanes, which a run that was cut off has, too.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import io
 import json
 from collections import defaultdict
@@ -23,49 +22,10 @@ import pytest
 import torch
 
 from docs.junit import RESULTS, Case, cases
-from docs.tables import code, first_line, table
 from tests.support.gpu_lanes.jsonl import lines
-from tests.support.gpu_lanes.num_gpus import usable
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "docs" / "gpu-runs.json"
-HEADER = ("test file", "what it proves", "also on the CPU", "GPUs", "last run")
-
-ON_CPU = {
-    "test_gpu_digest": "unit/ops/test_digest.py",
-    "test_delta_codec": "unit/delta/test_device_codec.py",
-    "test_dp_sources": "e2e/test_fed_engines.py",
-    "test_files": "e2e/test_file_reader.py",
-    "test_frameworks": "e2e/test_framework_trainers.py",
-    "test_ranks_fed_deltas": "e2e/test_trainer_deltas.py",
-    "test_ranks_fed_from_third_gpu": "e2e/test_fed_engines.py",
-    "test_two_ranks_sleep": "e2e/test_sleep.py",
-    "test_automatic_scrubs": "e2e/test_scrub.py",
-    "test_soak": "robustness/soak/test_soak.py",
-    "test_trainer": "e2e/test_trainer_failures.py",
-    "test_nccl_from_second_gpu": "e2e/test_fed_engines.py",
-    "test_dp_commit": "e2e/simulated/test_dp_commit.py",
-    "test_dp_pauses": "e2e/simulated/test_dp_pauses.py",
-    "test_dense": "unit/worker/test_dense.py",
-    "test_arena": "unit/worker/test_arena.py",
-    "test_ipc": "unit/transport/test_ipc.py",
-    "test_delta_ranks": "e2e/test_deltas.py",
-    "test_sglang_handles": "unit/transport/test_torch_exports.py",
-    "test_engine": "e2e/test_update.py",
-    "test_expert_ranks": "e2e/test_experts.py",
-    "test_subset_ranks": "e2e/test_subset.py",
-    "test_adapter_ranks": "e2e/test_adapters.py",
-    "test_adapter_load_ranks": "e2e/test_adapter_loads.py",
-    "test_pauses_ranks": "robustness/pauses/test_two_ranks.py",
-    "test_pauses_ranks_special": "robustness/pauses/test_two_ranks.py",
-} | {
-    f"test_pauses_{subject}": f"robustness/pauses/test_{subject}.py"
-    for subject in (
-        *("adapter", "delta_staging", "dense", "drafted", "experts", "quantised"),
-        "uses",
-    )
-}
-"""GPU test file → what proves the same on the CPU, if it has another name."""
 
 Runs = dict[str, dict[str, Any]]
 """Test file → `num_tests`, that it has; `runs`, newest first; and `before`, if there is
@@ -211,6 +171,24 @@ def _num(tests: int | dict[str, list[str]]) -> int:
     return sum(len(parameters) or 1 for parameters in tests.values())
 
 
+def told(kept: dict[str, Any] | None) -> str:
+    """How many tests of a file ran, with which results, where and when."""
+    if kept is None:
+        return "not recorded"
+    runs, before = kept.get("runs", []), kept.get("before")
+    of_runs = [_counted(run) for run in runs]
+    if before:
+        of_runs.append(f"{'before: ' if runs else ''}{_counted(before)}")
+    ran, num_tests = sum(map(_num_ran, runs or [before])), kept["num_tests"]
+    whole = f"{ran} of {num_tests} ran: " if ran < num_tests or len(of_runs) > 1 else ""
+    return whole + "; ".join(of_runs)
+
+
+def _counted(run: dict[str, Any]) -> str:
+    counts = (f"{_num(run[kind])} {kind}" for kind in RESULTS if kind in run)
+    return f"{', '.join(counts)} on {run_of(run)}"
+
+
 class Collected:
     """A plugin of pytest that notes every test, also those for another vLLM."""
 
@@ -229,64 +207,15 @@ def collected(folder: Path = ROOT / "tests" / "gpu") -> dict[str, list[str]]:
         RuntimeError: pytest could not read a file.
 
     """
-    seen, told = Collected(), io.StringIO()
+    seen, printed = Collected(), io.StringIO()
     arguments = ["--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
-    with redirect_stdout(told), pytest.MonkeyPatch.context() as patch:
+    with redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
         # Parameters of some tests are others on the CPU.
         patch.setattr(torch.cuda, "is_available", lambda: True)
         status = pytest.main([*arguments, str(folder)], [seen])
     if status:
-        raise RuntimeError(f"pytest could not collect {folder}:\n{told.getvalue()}")
+        raise RuntimeError(f"pytest could not collect {folder}:\n{printed.getvalue()}")
     return seen.tests
-
-
-def gpu_runs() -> str:
-    """Every test file that needs a GPU."""
-    runs = read()
-    rows = [_row(file, runs) for file in _files()]
-    return table(HEADER, rows)
-
-
-def _files() -> list[Path]:
-    return sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
-
-
-def _row(file: Path, runs: Runs) -> list[str]:
-    text = file.read_text()
-    proves = first_line(ast.get_docstring(ast.parse(text)))
-    return [
-        code(file.name),
-        proves,
-        _on_cpu(file),
-        _num_gpus(file),
-        _last(runs.get(str(file.relative_to(ROOT)))),
-    ]
-
-
-def _num_gpus(file: Path) -> str:
-    return " to ".join(str(number) for number in sorted(set(usable(file))))
-
-
-def _on_cpu(file: Path) -> str:
-    name = ON_CPU.get(file.stem, f"e2e/{file.name}")
-    return code(name) if (ROOT / "tests" / name).exists() else "no"
-
-
-def _last(kept: dict[str, Any] | None) -> str:
-    if kept is None:
-        return "not recorded"
-    runs, before = kept.get("runs", []), kept.get("before")
-    told = [_told(run) for run in runs]
-    if before:
-        told.append(f"{'before: ' if runs else ''}{_told(before)}")
-    ran, num_tests = sum(map(_num_ran, runs or [before])), kept["num_tests"]
-    whole = f"{ran} of {num_tests} ran: " if ran < num_tests or len(told) > 1 else ""
-    return whole + "; ".join(told)
-
-
-def _told(run: dict[str, Any]) -> str:
-    counts = (f"{_num(run[kind])} {kind}" for kind in RESULTS if kind in run)
-    return f"{', '.join(counts)} on {run_of(run)}"
 
 
 def _text(value: Any, indent: str = "") -> str:
@@ -323,7 +252,7 @@ def main(argv: list[str] | None = None) -> None:
         if name not in known.get(file, ()):
             print(f"left out, as there is no such test: {file}::{name}")
     for file in sorted({case.file for case in run} & set(known)):
-        print(f"{file}: {_last(runs.get(file))}")
+        print(f"{file}: {told(runs.get(file))}")
 
 
 if __name__ == "__main__":

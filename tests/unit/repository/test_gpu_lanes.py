@@ -12,7 +12,8 @@ from itertools import groupby
 import psutil
 import pytest
 
-from docs.gpu_runs import gpu_runs, read
+from docs.gpu_runs import read
+from docs.gpu_tests import gpu_tests
 from tests.support.excerpt import excerpt
 from tests.support.gpu_lanes.__main__ import merge
 from tests.support.gpu_lanes.jobs import ROOT, Job, jobs
@@ -195,7 +196,7 @@ def test_a_file_gets_as_many_gpus_as_its_tests_can_use(file, fewest, most):
     path = f"tests/gpu/test_{file}.py"
     (job,) = [job for job in jobs(4) if job.tests == path]
     assert (fewest, most) == usable(ROOT / path) and len(job.shares) == most
-    (row,) = [row for row in gpu_runs().splitlines() if f"`test_{file}.py`" in row]
+    (row,) = [row for row in gpu_tests().splitlines() if f"`test_{file}.py`" in row]
     told = str(most) if fewest == most else f"{fewest} to {most}"
     assert row.split(" | ")[3] == told
 

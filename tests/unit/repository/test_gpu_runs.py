@@ -9,8 +9,8 @@ from datetime import datetime
 
 import pytest
 
-from docs import gpu_runs
-from docs.gpu_runs import Run, by_name, record, results
+from docs import gpu_runs, gpu_tests
+from docs.gpu_runs import Run, by_name, record, results, told
 from docs.junit import Case
 
 ENGINE, WIRE = "tests/gpu/test_engine.py", "tests/gpu/test_wire.py"
@@ -137,22 +137,19 @@ def test_tests_are_kept_by_function_and_come_back_with_their_names():
 
 
 def test_the_table_tells_how_many_tests_ran_where_and_what_is_left():
-    def told(runs):
-        return gpu_runs._last(runs[ENGINE])
-
     whole = run(("a", "passed"), ("b[x]", "passed"), ("c", "failed"))
-    assert told(whole) == "2 passed, 1 failed on H200, vLLM 0.32.0, 2026-11-29"
+    assert told(whole[ENGINE]) == "2 passed, 1 failed on H200, vLLM 0.32.0, 2026-11-29"
     cut = run(("a", "passed"), ("c", "skipped"), day="2026-11-27")
     first = "1 passed, 1 skipped on H200, vLLM 0.32.0, 2026-11-27"
-    assert told(cut) == f"1 of 3 ran: {first}"
-    two = told(run(("b[x]", "passed"), runs=cut))
+    assert told(cut[ENGINE]) == f"1 of 3 ran: {first}"
+    two = told(run(("b[x]", "passed"), runs=cut)[ENGINE])
     assert two == f"2 of 3 ran: 1 passed on H200, vLLM 0.32.0, 2026-11-29; {first}"
     cut[ENGINE]["before"] = BEFORE
     before = "1 passed, 1 failed, 3 skipped on H100, vLLM 0.32.0, 2026-11-28"
-    assert told(cut) == f"1 of 3 ran: {first}; before: {before}"
+    assert told(cut[ENGINE]) == f"1 of 3 ran: {first}; before: {before}"
     del cut[ENGINE]["runs"]
-    assert told(cut) == f"2 of 3 ran: {before}"
-    assert gpu_runs._last(None) == "not recorded"
+    assert told(cut[ENGINE]) == f"2 of 3 ran: {before}"
+    assert told(None) == "not recorded"
 
 
 def test_the_command_keeps_a_run(files, tmp_path, monkeypatch, capsys):
@@ -217,10 +214,10 @@ def test_the_tests_of_a_file_are_those_that_it_has_on_a_gpu(tmp_path):
 
 
 def test_the_table_names_every_gpu_test_and_only_existing_cpu_tests():
-    text = gpu_runs.gpu_runs()
+    text = gpu_tests.gpu_tests()
     for file in (gpu_runs.ROOT / "tests/gpu").glob("test_*.py"):
         assert f"`{file.name}`" in text
-    for name, on_cpu in gpu_runs.ON_CPU.items():
+    for name, on_cpu in gpu_tests.ON_CPU.items():
         assert (gpu_runs.ROOT / "tests" / "gpu" / f"{name}.py").exists(), name
         assert (gpu_runs.ROOT / "tests" / on_cpu).exists(), on_cpu
 
