@@ -28,9 +28,9 @@ def merge(archive: Path, results: Path, passed: Path) -> None:
         for member in tar.getmembers():
             content = getattr(tar.extractfile(member), "read", bytes)()
             if member.name.endswith((".xml", ".jsonl")):
-                file = results / Path(member.name).name
-                file.write_bytes(content)
-                os.utime(file, (member.mtime, member.mtime))  # when the tests ran
+                unpacked = results / Path(member.name).name
+                unpacked.write_bytes(content)
+                os.utime(unpacked, (member.mtime, member.mtime))  # when the tests ran
             for line in lines(content) if member.name.endswith(".jsonl") else ():
                 if outcomes.get(line["id"]) != "failed":  # in any of the jobs
                     outcomes[line["id"]] = line["outcome"]

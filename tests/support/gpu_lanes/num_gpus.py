@@ -20,7 +20,7 @@ def usable(file: Path) -> tuple[int, int]:
     marks = "".join(
         ast.get_source_segment(text, each) or ""
         for each in ast.parse(text).body
-        if isinstance(each, ast.Assign) and ast.unparse(each.targets) == "pytestmark"
+        if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "pytestmark"
     )
     fewest = max(map(int, NEEDED.findall(marks)), default=1)
     named = CAN_USE.get(file.stem.removeprefix("test_"), 1)
