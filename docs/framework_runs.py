@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,7 @@ class Ran:
         day: of the last run.
         machine: where it ran.
         has_digest: whether one of them has compared digests.
+        is_file: whether only the number of tests of the whole file is known.
 
     """
 
@@ -74,9 +75,11 @@ class Ran:
     day: str
     machine: str
     has_digest: bool = False
+    is_file: bool = False
 
     def __str__(self) -> str:
-        tests = f"{self.num_passed} test{'s' * (self.num_passed != 1)} passed"
+        tests = f"{self.num_passed} test{'s' * (self.num_passed != 1)}"
+        tests += f"{' of the file' * self.is_file} passed"
         on = f"{self.machine}, vLLM {', '.join(self.releases)}"
         return f"{tests} ({on}, {self.day})"
 
@@ -90,7 +93,7 @@ def ran(group: Iterable[Evidence], runs: Runs | None = None) -> Ran:
     """
     group = list(group)
     if group[0].where == GPU:
-        return _ran_on_gpus(group[0])
+        return _ran_on_gpus(group, gpu_runs.read())
     runs = read() if runs is None else runs
     by_release = {
         release: [_passed(each, files) for each in group]
@@ -124,11 +127,39 @@ def _passed(evidence: Evidence, files: dict[str, dict[str, Any]]) -> dict[str, A
     return found if is_whole else {}
 
 
-def _ran_on_gpus(evidence: Evidence) -> Ran:
-    run = gpu_runs.read().get(f"tests/{evidence.test}", {})
-    if not run.get("passed") or run.get("failed"):
-        raise NotRunError(f"no run in docs/gpu-runs.json has passed {evidence.test}")
-    return Ran(run["passed"], (run["vllm"],), run["date"], run["card"])
+def _ran_on_gpus(group: list[Evidence], runs: gpu_runs.Runs) -> Ran:
+    """Evidence by name or, if not all of it is known by name, runs of whole files."""
+    kept = {each.test: runs.get(f"tests/{each.test}", {}) for each in group}
+    named = [_named(each, kept[each.test]) for each in group]
+    before = [each.get("before", {}) for each in kept.values()]
+    tests = {name: result for found in named for name, result in found.items()}
+    has_failed = any(result != "passed" for result, _ in tests.values())
+    if all(named) and not has_failed:
+        return _on(len(tests), [run for _, run in tests.values()])
+    is_whole = all(each.get("passed") and not each.get("failed") for each in before)
+    if is_whole and not has_failed:
+        where = [gpu_runs.run_of(each) for each in before]
+        return replace(_on(sum(e["passed"] for e in before), where), is_file=True)
+    wanted = ", ".join(f"{each.test} {each.case}".strip() for each in group)
+    raise NotRunError(f"no run in docs/gpu-runs.json has passed {wanted}")
+
+
+def _named(evidence: Evidence, kept: dict[str, Any]) -> gpu_runs.Tests:
+    """The tests that are evidence, and ran by name."""
+    return {
+        name: (result, run)
+        for name, (result, run) in gpu_runs.by_name(kept).items()
+        if evidence.case in name and result != "skipped"
+    }
+
+
+def _on(num_passed: int, where: list[gpu_runs.Run]) -> Ran:
+    return Ran(
+        num_passed,
+        releases=tuple(sorted({each.vllm for each in where})),
+        day=max(each.date for each in where),
+        machine=" and ".join(sorted({each.card for each in where})),
+    )
 
 
 def told(evidence: Iterable[Evidence]) -> str:

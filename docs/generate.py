@@ -18,7 +18,7 @@ from pathlib import Path
 
 from docs import framework_runs, signatures
 from docs.families import families
-from docs.gpu_runs import gpu_runs
+from docs.gpu_tests import gpu_tests
 from docs.pause_plot import picture
 from docs.release_runs import releases
 from docs.tables import code, first_line, table
@@ -360,7 +360,7 @@ TABLES: dict[str, list[Callable[[], str]]] = {
     "drop-in.md": [frameworks, known_calls],
     **{f"frameworks/{each.page}.md": [ran_of(each.page)] for each in FRAMEWORKS},
     "errors.md": [errors, causes],
-    "gpu-tests.md": [gpu_runs],
+    "gpu-tests.md": [gpu_tests],
     "releases.md": [releases],
     "how-it-works.md": [moves],
     "http.md": [routes, rollout_routes, older_fields],

@@ -1,152 +1,258 @@
-"""The table of tests on GPUs: what each file proves, and where it last ran.
+"""What ran on GPUs: the last result of each test of tests/gpu.
 
-`make test-gpu` writes a JUnit file. `python -m docs.gpu_runs JUNIT... --card H200
---vllm 0.32.0` keeps its results in docs/gpu-runs.json, of which the table is made.
+`python -m docs.gpu_runs FILE... --card "one H200" --vllm 0.32.0` keeps the results of a
+run in docs/gpu-runs.json. It reads JUnit files, and the .jsonl files of
+tests/support/gpu_lanes, which a run that was cut off has, too.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
+import io
 import json
-import re
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import redirect_stdout
+from dataclasses import asdict, astuple, dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-from docs.junit import RESULTS, cases
-from docs.tables import code, first_line, table
+import pytest
+import torch
+
+from docs.junit import RESULTS, Case, cases
+from tests.support.gpu_lanes.jsonl import lines
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "docs" / "gpu-runs.json"
-HEADER = ("test file", "what it proves", "also on the CPU", "GPUs", "last run")
-
-ON_CPU = {
-    "test_gpu_digest": "unit/ops/test_digest.py",
-    "test_delta_codec": "unit/delta/test_device_codec.py",
-    "test_dp_sources": "e2e/test_fed_engines.py",
-    "test_files": "e2e/test_file_reader.py",
-    "test_frameworks": "e2e/test_framework_trainers.py",
-    "test_ranks_fed_deltas": "e2e/test_trainer_deltas.py",
-    "test_ranks_fed_from_third_gpu": "e2e/test_fed_engines.py",
-    "test_two_ranks_sleep": "e2e/test_sleep.py",
-    "test_automatic_scrubs": "e2e/test_scrub.py",
-    "test_memory_of_deltas": "e2e/test_leaks.py",
-    "test_soak": "robustness/soak/test_soak.py",
-    "test_trainer": "e2e/test_trainer_failures.py",
-    "test_nccl_from_second_gpu": "e2e/test_fed_engines.py",
-    "test_dp_commit": "e2e/simulated/test_dp_commit.py",
-    "test_dp_pauses": "e2e/simulated/test_dp_pauses.py",
-    "test_dense": "unit/worker/test_dense.py",
-    "test_arena": "unit/worker/test_arena.py",
-    "test_ipc": "unit/transport/test_ipc.py",
-    "test_delta_ranks": "e2e/test_deltas.py",
-    "test_sglang_handles": "unit/transport/test_torch_exports.py",
-    "test_engine": "e2e/test_update.py",
-    "test_expert_ranks": "e2e/test_experts.py",
-    "test_subset_ranks": "e2e/test_subset.py",
-    "test_adapter_ranks": "e2e/test_adapters.py",
-    "test_adapter_load_ranks": "e2e/test_adapter_loads.py",
-    "test_pauses_ranks": "robustness/pauses/test_two_ranks.py",
-    "test_pauses_ranks_special": "robustness/pauses/test_two_ranks.py",
-} | {
-    f"test_pauses_{subject}": f"robustness/pauses/test_{subject}.py"
-    for subject in (
-        *("adapter", "delta_staging", "dense", "drafted", "experts", "quantised"),
-        "uses",
-    )
-}
-"""GPU test file → what proves the same on the CPU, if it has another name."""
-
-GPUS = re.compile(r"(?:device_count\(\) < |\bneeds\()(\d)")
-"""In a file whose tests are skipped on fewer; the first one is that of most tests."""
-RANKED = "tests.support.gpu.ranked"
-"""In a file whose engines have two ranks."""
 
 Runs = dict[str, dict[str, Any]]
+"""Test file → `num_tests`, that it has; `runs`, newest first; and `before`, if there is
+a run of which only the numbers of results are known. A run has `card`, `vllm` and
+`date`, and results: tests, or the number of them. Tests are kept by function: the
+parameters of each, or none."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where and when tests ran.
+
+    Attributes:
+        date: as 2026-11-29.
+        vllm: the release, as 0.32.0.
+        card: as "one of two H200".
+
+    """
+
+    date: str
+    vllm: str
+    card: str
+
+    def __str__(self) -> str:
+        return f"{self.card}, vLLM {self.vllm}, {self.date}"
+
+
+Tests = dict[str, tuple[str, Run]]
+"""Name of a test → its result, and the run that it is from."""
 
 
 def read() -> Runs:
-    """Test file → result of its last run."""
+    """The kept runs."""
     runs: Runs = json.loads(FILE.read_text()) if FILE.exists() else {}
     return runs
 
 
-def results(junit: Path) -> dict[str, Counter[str]]:
-    """Test file → number of tests by result, of one JUnit file."""
-    found: dict[str, Counter[str]] = {}
-    for case in cases(junit):
-        if case.file:
-            found.setdefault(case.file, Counter())[case.result] += 1
-    return found
+def by_name(kept: dict[str, Any]) -> Tests:
+    """The tests that are known by name, of what is kept of a file."""
+    return {
+        f"{function}[{each}]" if parameters else function: (result, run_of(run))
+        for run in kept.get("runs", ())
+        for result in RESULTS
+        for function, parameters in run.get(result, {}).items()
+        for each in parameters or [""]
+    }
 
 
-def record(junits: list[Path], card: str, vllm: str, runs: Runs | None = None) -> Runs:
-    """`runs` with the results of JUnit files; a file that only skipped is left out."""
+def run_of(facts: dict[str, Any]) -> Run:
+    """Where and when a kept run was."""
+    return Run(facts["date"], facts["vllm"], facts["card"])
+
+
+def _by_run(tests: Tests) -> list[dict[str, Any]]:
+    """The opposite of `by_name`."""
+    runs: dict[Run, dict[str, Any]] = {}
+    for name, (result, run) in sorted(tests.items()):
+        function, has_parameters, rest = name.partition("[")
+        of_run = runs.setdefault(run, asdict(run))
+        parameters = of_run.setdefault(result, {}).setdefault(function, [])
+        parameters += [rest.removesuffix("]")] if has_parameters else []
+    return [runs[run] for run in sorted(runs, key=astuple, reverse=True)]
+
+
+def results(file: Path, day: str = "") -> Iterator[Case]:
+    """Every result in a JUnit file or in a .jsonl file.
+
+    Args:
+        file: which of them it is, its name tells.
+        day: of a .jsonl file; by default that of its last change.
+
+    """
+    if file.suffix == ".xml":
+        yield from cases(file)
+        return
+    day = day or date.fromtimestamp(file.stat().st_mtime).isoformat()
+    for line in lines(file.read_text()):
+        path, _, name = line["id"].partition("::")
+        yield Case(path, name, line["outcome"], day)
+
+
+def record(
+    run: Iterable[Case],
+    card: str,
+    vllm: str,
+    collected: dict[str, list[str]],
+    runs: Runs | None = None,
+) -> Runs:
+    """`runs` with the results of one run.
+
+    The last result of a test counts, and of those of one day a failure. A test that was
+    skipped keeps its earlier result.
+
+    Args:
+        run: the results.
+        card: where it ran.
+        vllm: the release.
+        collected: test file → the tests that it has; results of others are left out.
+        runs: by default those that are kept.
+
+    """
     runs = read() if runs is None else runs
-    found: dict[str, Counter[str]] = {}
-    for junit in junits:
-        for file, counts in results(junit).items():
-            found.setdefault(file, Counter()).update(counts)
-    for file, counts in found.items():
-        if counts["passed"] or counts["failed"]:
-            facts = {"card": card, "vllm": vllm, "date": date.today().isoformat()}
-            runs[file] = dict(counts) | facts
-    return runs
+    found = {file: by_name(runs.get(file, {})) for file in collected}
+    for case in sorted(run, key=lambda each: (each.day, each.result == "failed")):
+        of_file = found.get(case.file, {})
+        if _counts(case, of_file.get(case.name)):
+            of_file[case.name] = case.result, Run(case.day, vllm, card)
+    of_files = {
+        file: _kept(names, found[file], runs.get(file, {}).get("before"))
+        for file, names in collected.items()
+    }
+    return {file: kept for file, kept in of_files.items() if len(kept) > 1}
 
 
-def gpu_runs() -> str:
-    """Every test file that needs a GPU."""
-    runs = read()
-    rows = [_row(file, runs) for file in _files()]
-    return table(HEADER, rows)
+def _counts(case: Case, earlier: tuple[str, Run] | None) -> bool:
+    if earlier is None or earlier[0] == "skipped":
+        return True
+    return case.result != "skipped" and case.day >= earlier[1].date
 
 
-def _files() -> list[Path]:
-    return sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
+def _kept(
+    names: list[str], found: Tests, before: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Of one file. What ran before stays until as many tests have run by name."""
+    found = {name: found[name] for name in names if name in found}
+    dates = [run.date for result, run in found.values() if result != "skipped"]
+    kept: dict[str, Any] = {"num_tests": len(names)}
+    if dates:
+        kept["runs"] = _by_run(found)
+    if before and sum(day >= before["date"] for day in dates) < _num_ran(before):
+        kept["before"] = before
+    return kept
 
 
-def _row(file: Path, runs: Runs) -> list[str]:
-    text = file.read_text()
-    proves = first_line(ast.get_docstring(ast.parse(text)))
-    return [
-        code(file.name),
-        proves,
-        _on_cpu(file),
-        _num_gpus(text),
-        _last(runs.get(str(file.relative_to(ROOT)))),
-    ]
+def _num_ran(run: dict[str, Any]) -> int:
+    return sum(_num(run[each]) for each in ("passed", "failed") if each in run)
 
 
-def _num_gpus(text: str) -> str:
-    if (found := GPUS.search(text)) is not None:
-        return found[1]
-    return "2" if RANKED in text else "1"
+def _num(tests: int | dict[str, list[str]]) -> int:
+    """How many tests a run has with one result."""
+    if isinstance(tests, int):
+        return tests
+    return sum(len(parameters) or 1 for parameters in tests.values())
 
 
-def _on_cpu(file: Path) -> str:
-    name = ON_CPU.get(file.stem, f"e2e/{file.name}")
-    return code(name) if (ROOT / "tests" / name).exists() else "no"
-
-
-def _last(run: dict[str, Any] | None) -> str:
-    if run is None:
+def told(kept: dict[str, Any] | None) -> str:
+    """How many tests of a file ran, with which results, where and when."""
+    if kept is None:
         return "not recorded"
-    counts = ", ".join(f"{run[kind]} {kind}" for kind in RESULTS if kind in run)
-    return f"{counts}; {run['card']}, vLLM {run['vllm']}, {run['date']}"
+    runs, before = kept.get("runs", []), kept.get("before")
+    of_runs = [_counted(run) for run in runs]
+    if before:
+        of_runs.append(f"{'before: ' if runs else ''}{_counted(before)}")
+    ran, num_tests = sum(map(_num_ran, runs or [before])), kept["num_tests"]
+    whole = f"{ran} of {num_tests} ran: " if ran < num_tests or len(of_runs) > 1 else ""
+    return whole + "; ".join(of_runs)
+
+
+def _counted(run: dict[str, Any]) -> str:
+    counts = (f"{_num(run[kind])} {kind}" for kind in RESULTS if kind in run)
+    return f"{', '.join(counts)} on {run_of(run)}"
+
+
+class Collected:
+    """A plugin of pytest that notes every test, also those for another vLLM."""
+
+    def __init__(self) -> None:
+        self.tests = defaultdict[str, list[str]](list)
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        file, _, name = item.nodeid.partition("::")
+        self.tests[file].append(name)
+
+
+def collected(folder: Path = ROOT / "tests" / "gpu") -> dict[str, list[str]]:
+    """Test file → the tests that it has on a GPU; this takes ten seconds.
+
+    Raises:
+        RuntimeError: pytest could not read a file.
+
+    """
+    seen, printed = Collected(), io.StringIO()
+    arguments = ["--collect-only", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    with redirect_stdout(printed), pytest.MonkeyPatch.context() as patch:
+        # Parameters of some tests are others on the CPU.
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        status = pytest.main([*arguments, str(folder)], [seen])
+    if status:
+        raise RuntimeError(f"pytest could not collect {folder}:\n{printed.getvalue()}")
+    return seen.tests
+
+
+def _text(value: Any, indent: str = "") -> str:
+    """JSON: in a line what fits there, and the parameters of a test."""
+    line = json.dumps(value)
+    is_last = isinstance(value, list) and all(isinstance(each, str) for each in value)
+    if len(indent + line) < 88 or is_last:
+        return line
+    within = indent + " "
+    items = (
+        [f"{json.dumps(key)}: {_text(each, within)}" for key, each in value.items()]
+        if isinstance(value, dict)
+        else [_text(each, within) for each in value]
+    )
+    opens, closes = "{}" if isinstance(value, dict) else "[]"
+    rows = ",".join(f"\n{within}{item}" for item in items)
+    return f"{opens}{rows}\n{indent}{closes}"
 
 
 def main(argv: list[str] | None = None) -> None:
     """Keep the results of a run."""
-    parser = argparse.ArgumentParser(description=first_line(__doc__))
-    parser.add_argument("junit", type=Path, nargs="+")
-    parser.add_argument("--card", required=True, help="as H200")
-    parser.add_argument("--vllm", required=True, help="release, as 0.32.0")
+    parser = argparse.ArgumentParser("python -m docs.gpu_runs", None, main.__doc__)
+    add = parser.add_argument
+    add("files", type=Path, nargs="+", metavar="FILE", help="JUnit or .jsonl")
+    add("--card", required=True, help="as `one of two H200`")
+    add("--vllm", required=True, help="release, as 0.32.0")
+    add("--date", default="", help="of .jsonl files, if not that of their last change")
     args = parser.parse_args(argv)
-    runs = record(args.junit, args.card, args.vllm)
-    lines = (f"  {json.dumps(f)}: {json.dumps(run)}" for f, run in sorted(runs.items()))
-    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    run = [case for file in args.files for case in results(file, args.date)]
+    known = collected()
+    runs = record(run, args.card, args.vllm, known)
+    FILE.write_text(_text(dict(sorted(runs.items()))) + "\n")
+    for file, name in sorted({(case.file, case.name) for case in run}):
+        if name not in known.get(file, ()):
+            print(f"left out, as there is no such test: {file}::{name}")
+    for file in sorted({case.file for case in run} & set(known)):
+        print(f"{file}: {told(runs.get(file))}")
 
 
 if __name__ == "__main__":

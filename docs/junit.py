@@ -18,6 +18,7 @@ class Case:
         file: below the root of the repository; empty if the file was not read.
         name: of the test, with its parameters in brackets.
         result: one of `RESULTS`.
+        day: when its run began, as 2026-11-29.
         properties: what the test has recorded with `record_property`.
 
     """
@@ -25,23 +26,26 @@ class Case:
     file: str
     name: str
     result: str
+    day: str
     properties: dict[str, str] = field(default_factory=dict)
 
 
 def cases(junit: Path) -> Iterator[Case]:
     """Every test of one JUnit file."""
-    for case in ET.parse(junit).iter("testcase"):
-        kinds = {child.tag for child in case}
-        result = "failed" if kinds & {"failure", "error"} else "passed"
-        yield Case(
-            file=_file(case.attrib.get("classname", "")),
-            name=case.attrib.get("name", ""),
-            result="skipped" if "skipped" in kinds else result,
-            properties={
-                each.attrib["name"]: each.attrib["value"]
-                for each in case.iter("property")
-            },
-        )
+    for suite in ET.parse(junit).iter("testsuite"):
+        for case in suite.iter("testcase"):
+            kinds = {child.tag for child in case}
+            result = "failed" if kinds & {"failure", "error"} else "passed"
+            yield Case(
+                file=_file(case.attrib.get("classname", "")),
+                name=case.attrib.get("name", ""),
+                result="skipped" if "skipped" in kinds else result,
+                day=suite.attrib.get("timestamp", "")[:10],
+                properties={
+                    each.attrib["name"]: each.attrib["value"]
+                    for each in case.iter("property")
+                },
+            )
 
 
 def _file(classname: str) -> str:

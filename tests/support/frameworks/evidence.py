@@ -56,8 +56,8 @@ def _trainer(version: str, case: str, of: str = BOTH_ENDS) -> Evidence:
     return Evidence(of, CPU, TRAINERS, version, case)
 
 
-def _on_gpus(version: str, of: str = BOTH_ENDS) -> Evidence:
-    return Evidence(of, GPU, ON_GPUS, version)
+def _on_gpus(version: str, case: str, of: str = BOTH_ENDS) -> Evidence:
+    return Evidence(of, GPU, ON_GPUS, version, case)
 
 
 def _adopted_by_hand(name: str) -> tuple[Evidence, ...]:
@@ -77,15 +77,16 @@ AUGUST, JUNE = "August 2026", "June 2026"
 SEEN: dict[tuple[str, str, tuple[str, ...]], tuple[Evidence, ...]] = {
     ("OpenRLHF", "update_weight", ()): (
         _trainer(OPENRLHF, "[openrlhf]"),
-        _on_gpus(OPENRLHF),
+        _on_gpus(OPENRLHF, "[openrlhf]"),
         *_package(OPENRLHF, "openrlhf"),
     ),
     ("OpenRLHF", "update_weight_cuda_ipc", ()): (
         _trainer(OPENRLHF, "[openrlhf_ipc]", EXTENSION),
+        _on_gpus(OPENRLHF, "[openrlhf_ipc]", EXTENSION),
     ),
     ("verl", "update_weights_from_ipc", ()): (
         _trainer(VERL, "verl"),
-        _on_gpus(VERL),
+        _on_gpus(VERL, "[verl]"),
         *_package(VERL, "verl", "verl_fp8", "verl_fp8_packed"),
     ),
     ("ms-swift", "update_weights_from_ipc", ()): _package(SWIFT, "swift"),
@@ -99,7 +100,7 @@ SEEN: dict[tuple[str, str, tuple[str, ...]], tuple[Evidence, ...]] = {
     ),
     ("prime-rl", "update_weights_from_path", ("weight_path",)): (
         _trainer(AUGUST, "[prime_rl]", EXTENSION),
-        _on_gpus(AUGUST, EXTENSION),
+        _on_gpus(AUGUST, "[prime_rl]", EXTENSION),
     ),
     ("prime-rl", "update_weights_from_path", ("weight_dir",)): (
         *_package(AUGUST, "prime_rl_nccl"),

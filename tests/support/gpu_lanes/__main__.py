@@ -13,29 +13,29 @@ import sys
 import tarfile
 import time
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 
 from tests.support.gpu_lanes.jobs import jobs
+from tests.support.gpu_lanes.jsonl import lines
 from tests.support.gpu_lanes.runner import Runner
 from tests.support.shared_memory import sweep
 
 
 def merge(archive: Path, results: Path, passed: Path) -> None:
-    """Print what tests came to, unpack JUnit files, and add to the list `passed`."""
+    """Print what tests came to, unpack their results, and add to the list `passed`."""
     outcomes: dict[str, str] = {}
     with tarfile.open(archive) as tar:
         for member in tar.getmembers():
             content = getattr(tar.extractfile(member), "read", bytes)()
-            if member.name.endswith(".xml"):
-                (results / Path(member.name).name).write_bytes(content)
-            for text in content.splitlines() * member.name.endswith(".jsonl"):
-                with suppress(ValueError):  # it was cut off while it was written
-                    line = json.loads(text)
-                    if outcomes.get(line["id"]) != "failed":  # in any of the jobs
-                        outcomes[line["id"]] = line["outcome"]
-                    if line["outcome"] == "failed":
-                        print(f"FAILED {line['id']}\n{line['told'][-1500:]}\n")
+            if member.name.endswith((".xml", ".jsonl")):
+                unpacked = results / Path(member.name).name
+                unpacked.write_bytes(content)
+                os.utime(unpacked, (member.mtime, member.mtime))  # when the tests ran
+            for line in lines(content) if member.name.endswith(".jsonl") else ():
+                if outcomes.get(line["id"]) != "failed":  # in any of the jobs
+                    outcomes[line["id"]] = line["outcome"]
+                if line["outcome"] == "failed":
+                    print(f"FAILED {line['id']}\n{line['told'][-1500:]}\n")
     counts = Counter((test.partition("::")[0], o) for test, o in outcomes.items())
     for (file, outcome), number in sorted(counts.items()):
         print(f"{file}: {number} {outcome}")

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from docs.gpu_runs import GPUS, RANKED, read
+from docs.gpu_runs import read
+from tests.support.gpu_lanes.num_gpus import usable
 
 ROOT = Path(__file__).parents[3]
 
@@ -140,20 +141,12 @@ ALONE = ["arena", "examples", "sleep", "soak", "two_ranks_sleep", "out_of_memory
 ALONE += ["routed_experts", "colocated_round", "sglang_handles", "long_groups"]
 ALONE += ["production_size", "memory_of_staging", "memory_of_deltas"]
 """They look at the memory of their GPUs."""
-CAN_USE = {"frameworks": 3, "colocated_server": 2, "soak": 2, "examples": 2}
-CAN_USE |= {
-    f"pauses_{subject}": 2
-    for subject in ("adapter", "delta_staging", "dense", "drafted", "experts")
-}
-CAN_USE |= {"pauses_quantised": 2, "pauses_uses": 2}  # a trainer that sends over NCCL
-"""GPUs, where docs/gpu_runs.py cannot tell."""
 
 
 def tests(path: str, num_gpus: int) -> list[Job]:
     """The jobs of a file of tests/gpu, on as many GPUs as its tests can use."""
-    name, text = Path(path).stem.removeprefix("test_"), (ROOT / path).read_text()
-    needed = [2] * (RANKED in text) + [int(number) for number in GPUS.findall(text)]
-    used = min(num_gpus, max([*needed, CAN_USE.get(name, 1)]))
+    name = Path(path).stem.removeprefix("test_")
+    used = min(num_gpus, usable(ROOT / path)[1])
     job = Job(name, (0.045,) * used, 1000, tests=path)
     if name in ALONE:
         last = tuple(range(num_gpus - used, num_gpus))

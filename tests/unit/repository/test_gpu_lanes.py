@@ -13,9 +13,11 @@ import psutil
 import pytest
 
 from docs.gpu_runs import read
+from docs.gpu_tests import gpu_tests
 from tests.support.excerpt import excerpt
 from tests.support.gpu_lanes.__main__ import merge
 from tests.support.gpu_lanes.jobs import ROOT, Job, jobs
+from tests.support.gpu_lanes.num_gpus import usable
 from tests.support.gpu_lanes.runner import Runner
 
 pytestmark = pytest.mark.seconds
@@ -122,6 +124,9 @@ def test_what_passed_is_left_out_the_next_time(run, tmp_path, monkeypatch):
     each = {f"test_fake.py::test_{name}" for name in ("one", "three", "four")}
     assert set(json.loads(passed.read_text())) == each
     assert 'failures="1"' in (tmp_path / "merged/fake-1.xml").read_text()
+    ran, kept = (each / "fake-1.jsonl" for each in (tmp_path, tmp_path / "merged"))
+    assert kept.read_text() == ran.read_text()
+    assert kept.stat().st_mtime == int(ran.stat().st_mtime)  # when its tests ran
 
     assert not run(*halves, passed=passed)  # the second half is test_two
     with tarfile.open(tmp_path / "done.tgz") as tar:
@@ -180,12 +185,20 @@ def test_every_file_of_gpu_tests_is_a_job(num_gpus):
 
 
 @pytest.mark.parametrize(
-    ("file", "num_gpus"),
-    [("pauses_drafted", 2), ("pauses_quantised", 2), ("trainer_deltas", 3)],
+    ("file", "fewest", "most"),
+    [
+        *(("engine", 1, 1), ("soak", 1, 2), ("two_ranks", 2, 3)),
+        *(("pauses_drafted", 1, 2), ("pauses_quantised", 1, 2)),
+        *(("trainer_deltas", 1, 3), ("frameworks", 1, 3), ("stages_of_ranks", 4, 4)),
+    ],
 )
-def test_a_file_gets_as_many_gpus_as_its_tests_can_use(file, num_gpus):
-    (job,) = [job for job in jobs(4) if job.tests == f"tests/gpu/test_{file}.py"]
-    assert len(job.shares) == num_gpus
+def test_a_file_gets_as_many_gpus_as_its_tests_can_use(file, fewest, most):
+    path = f"tests/gpu/test_{file}.py"
+    (job,) = [job for job in jobs(4) if job.tests == path]
+    assert (fewest, most) == usable(ROOT / path) and len(job.shares) == most
+    (row,) = [row for row in gpu_tests().splitlines() if f"`test_{file}.py`" in row]
+    told = str(most) if fewest == most else f"{fewest} to {most}"
+    assert row.split(" | ")[3] == told
 
 
 def test_on_two_gpus_deltas_are_measured_first_and_what_has_never_run_is_tested():
