@@ -19,6 +19,10 @@ from vllm.inflight.api.control.core_client import run_sync
 from vllm.inflight.api.control.methods import control_of
 from vllm.inflight.calls import ReadHealth, ReadMetrics
 from vllm.inflight.engine.integrity import scrubs
+from vllm.inflight.update import KV_CACHE, WEIGHTS
+from vllm.inflight.worker.integrity.outside_writes import note_asleep, note_awake
+from vllm.inflight.worker.integrity.scrub import ScrubSlice
+from vllm.inflight.worker.worker_state import WorkerState
 
 pytestmark = pytest.mark.engine
 
@@ -129,6 +133,25 @@ def test_a_scrub_reads_packed_weights_in_the_form_that_is_multiplied(
         assert (found["result"], found["different"]) == ("different", names)
     finally:
         swap()
+
+
+@pytest.mark.parametrize("part", [WEIGHTS, KV_CACHE])
+def test_a_sleep_ends_a_scrub_before_it_gives_memory_back(
+    llm: Any, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """A level 1 sleep keeps what is served, and takes its memory all the same."""
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    stager = WorkerState.of(worker).require_stager()
+    assert stager.scrub("begin") > 0
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            ScrubSlice, "read", lambda *_: pytest.fail("it read what is not there")
+        )
+        note_asleep(worker, (part,), (part,))
+        assert stager.scrub("slice") is None
+        assert stager.scrub("result") is None
+    note_awake(worker, None)
+    assert llm.verify_weights()["result"] == "equal"
 
 
 def test_tokens_flow_during_a_scrub_and_a_commit_restarts_the_scrub(

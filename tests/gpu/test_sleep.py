@@ -14,6 +14,7 @@ from tests.support.engines.probe import greedy, prompts
 from tests.support.engines.script import run_script
 from vllm.inflight.errors import EngineAsleep, OutOfDeviceMemory
 from vllm.inflight.worker.memory.placement import placement_of
+from vllm.inflight.worker.worker_state import WorkerState
 
 pytestmark = [
     pytest.mark.gpu,
@@ -113,6 +114,27 @@ def test_a_sleep_frees_gpu_memory_and_a_wake_up_takes_it_again(
         llm.update_weights_from_disk(str(old), "old again")
     llm.wake_up(tags=["kv_cache"])
     assert abs(free_bytes() - awake) < 512 * MIB
+
+
+@pytest.mark.parametrize("tags", [None, ["weights"]])
+def test_a_scrub_that_a_sleep_has_met_reads_no_memory_that_is_given_back(
+    llm: Any, tags: list[str] | None
+) -> None:
+    """It was begun before, and reads another slice at every moment of the sleep."""
+    stager = WorkerState.of(
+        llm.llm_engine.model_executor.driver_worker.worker
+    ).require_stager()
+    assert stager.scrub("begin") > 0
+    stager.scrub("slice")
+    llm.sleep(level=1)
+    stager.scrub("slice")
+    torch.cuda.synchronize()
+    llm.wake_up(tags=tags)
+    stager.scrub("slice")
+    torch.cuda.synchronize()
+    assert llm.verify_weights()["result"] == "equal"
+    llm.wake_up()
+    assert llm.verify_weights()["result"] == "equal"
 
 
 def test_level_1_changes_no_token_and_the_next_update_works(

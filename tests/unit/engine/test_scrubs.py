@@ -14,6 +14,7 @@ from tests.support.waiting import until
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine.integrity import scrubs
 from vllm.inflight.engine.integrity.scrubs import Scrubs
+from vllm.inflight.errors import EngineAsleep
 
 FOUND = {
     key: b"" for key in ("expected", "numel", "owners", "parts", "sums", "covered")
@@ -34,6 +35,8 @@ class Engine:
         num_begun: scrubs that were begun.
         wrong: parameters that are not as they were staged.
         lays: whether a rank works out where things are.
+        may_decode: whether all memory is awake.
+        weights_sleep: whether the weights are not.
 
     """
 
@@ -44,6 +47,8 @@ class Engine:
         self.changes = 1
         self.wrong: list[str] = []
         self.lays = False
+        self.may_decode = True
+        self.weights_sleep = False
         self.num_begun = 0
         self.goes_on = threading.Event()
         self._read = 0
@@ -52,7 +57,8 @@ class Engine:
         """It has a second set."""
 
     def check_weights(self, *, is_whole: bool) -> None:
-        """It is awake."""
+        if self.weights_sleep:
+            raise EngineAsleep("the weights are asleep")
 
     def scrub(self, move: str) -> list[Any]:
         if move == "begin":
@@ -113,6 +119,37 @@ def test_a_scrub_that_is_due_waits_for_ranks_that_are_not_ready(
     assert not asked.done()
     engine.lays = False
     assert asked.result(30)["weight_version"] == "two"
+
+
+@pytest.mark.parametrize("weights_sleep", [True, False])
+def test_a_scrub_that_is_due_comes_when_all_memory_is_awake(
+    engine: Engine, made: Scrubs, weights_sleep: bool
+):
+    engine.may_decode, engine.weights_sleep = False, weights_sleep
+    made.committed(engine.commit("two"))
+    until(lambda: made._thread is None)
+    assert engine.num_begun == 0
+    engine.goes_on.set()
+    engine.may_decode, engine.weights_sleep = True, False
+    made.woken()
+    until(lambda: made.last is not None)
+    assert engine.num_begun == 1
+    made.woken()
+    until(lambda: made._thread is None)
+    assert engine.num_begun == 1, "nothing was put off since"
+
+
+def test_a_caller_gets_a_scrub_of_weights_that_are_awake_alone(
+    engine: Engine, made: Scrubs
+):
+    engine.goes_on.set()
+    engine.may_decode = False
+    assert made.verify().result(30)["result"] == "equal"
+    engine.weights_sleep = True
+    with pytest.raises(EngineAsleep):
+        made.verify().result(30)
+    made.woken()
+    assert engine.num_begun == 1
 
 
 def test_a_rename_keeps_the_result_of_a_scrub(engine: Engine, made: Scrubs):

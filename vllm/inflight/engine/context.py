@@ -197,6 +197,9 @@ class ScrubResults(Protocol):
     def differs(self) -> bool:
         """Whether the live weights differ from their digest."""
 
+    def woken(self) -> None:
+        """The engine is awake again."""
+
 
 class EngineContext(Protocol):
     """One engine core, and the parts of its controller."""

@@ -54,6 +54,8 @@ class Scrubs:
         self._thread: Background | None = None
         self._is_due = False
         """Whether a commit requires a scrub that no caller waits for."""
+        self._is_postponed = False
+        """Whether such a scrub met a sleep, and comes when the engine is awake."""
         self._wake = threading.Event()
         self._is_closed = False
         self._num_changes = 0
@@ -93,6 +95,15 @@ class Scrubs:
                 self._is_due = True
                 self._ensure_thread()
             self._wake.set()
+
+    def woken(self) -> None:
+        """The engine is awake: scrub now if a sleep has kept a scrub from its end."""
+        with self._lock:
+            if not self._is_postponed:
+                return
+            self._is_postponed, self._is_due = False, True
+            self._ensure_thread()
+        self._wake.set()
 
     def state(self) -> Result | None:
         """The result of the last scrub; None if the live weights have changed since.
@@ -166,14 +177,17 @@ class Scrubs:
 
     def _scrub(self, waiting: list[Future[Result]], *, is_due: bool) -> None:
         try:
-            result = self._once(PAUSE_S if not waiting else 0.0)
+            is_asked = bool(waiting)
+            result = self._once(0.0 if is_asked else PAUSE_S, is_asked=is_asked)
             while result is None and (waiting or is_due):
                 if self._is_closed:
                     raise EngineFault("the engine has been shut down")
                 time.sleep(RETRY_S)
-                result = self._once(0.0)
+                result = self._once(0.0, is_asked=is_asked)
         except Exception as error:
-            if not waiting and not isinstance(error, EngineAsleep):
+            if isinstance(error, EngineAsleep):
+                self._is_postponed |= is_due
+            elif not waiting:
                 logger.warning("the live weights could not be scrubbed: %s", error)
             for future in waiting:
                 future.set_exception(error)
@@ -182,10 +196,13 @@ class Scrubs:
             assert result is not None
             future.set_result(result)
 
-    def _once(self, pause_s: float) -> Result | None:
-        """Scrub once; None if the live weights changed meanwhile or are about to."""
+    def _once(self, pause_s: float, *, is_asked: bool) -> Result | None:
+        """Scrub once; None if the live weights changed meanwhile or are about to.
+
+        Ranks that fall asleep meanwhile end their scrub, as its memory goes.
+        """
         began = time.monotonic()
-        version = self._between_steps(self._begin)
+        version = self._between_steps(partial(self._begin, is_asked=is_asked))
         if version is None:
             return None
         num_changes = version.pop("num_changes")
@@ -208,9 +225,17 @@ class Scrubs:
             return turns.run(call)
         return turns.submit(call).result()
 
-    def _begin(self) -> Result | None:
-        """Begin a scrub; None while a rank still computes where its tensors are."""
-        self._controller.sleep.check_weights(is_whole=False)
+    def _begin(self, *, is_asked: bool) -> Result | None:
+        """Begin a scrub; None while a rank still computes where its tensors are.
+
+        Raises:
+            EngineAsleep: the weights sleep; or any memory, and no caller waits.
+
+        """
+        sleep = self._controller.sleep
+        sleep.check_weights(is_whole=False)
+        if not (is_asked or sleep.may_decode):
+            raise EngineAsleep("a part of the memory of this engine is asleep")
         num_slices = self._controller.ranks.scrub("begin")
         if any(each is None for each in num_slices):
             return None

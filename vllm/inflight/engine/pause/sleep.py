@@ -431,6 +431,7 @@ class Sleep:
             if stood_still:
                 dp_commit.settle(is_held)
             self._controller.wake()
+            self._tell_awake()
             if self.weights == "gone":
                 logger.warning("the engine is awake without weights: %s", self.detail)
         return is_awake
@@ -510,6 +511,7 @@ class Sleep:
             self._lost = None
             self._controller.live_version.forget_before()
             self._go_on()
+            self._tell_awake()
 
     def follow(
         self, name: str, asleep: set[str], woken: set[str], lost: set[str]
@@ -569,6 +571,7 @@ class Sleep:
             self._drop_lost_kv(name)
         if not tags and (fell or woke):
             self._go_on()
+            self._tell_awake()
 
     def _drop_lost_kv(self, name: str) -> None:
         """Let no request read KV whose memory was given back."""
@@ -592,6 +595,11 @@ class Sleep:
                 name,
                 refusal,
             )
+
+    def _tell_awake(self) -> None:
+        """Let a scrub begin that a sleep has put off, if all memory is there."""
+        if self.may_decode:
+            self._controller.scrubs.woken()
 
     def _go_on(self) -> None:
         """Continue decoding, unless weights are missing or a pause is in force."""

@@ -112,6 +112,8 @@ def note_asleep(
                 "staged; abort the update first, or use POST /sleep, which does"
             )
         stager.fall_asleep(keeps_weights=WEIGHTS in kept)
+    if stager is not None:
+        stager.end_scrub()
     if tripwire is not None:
         tripwire.note_asleep(parts, kept)
 

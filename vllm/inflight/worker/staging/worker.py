@@ -411,6 +411,15 @@ class StagingWorker:
                 self.versions = self.versions._replace(served=Held())
             self._scrub = None
 
+    def end_scrub(self) -> None:
+        """End a scrub before memory is given back.
+
+        On a GPU a slice that reads memory which is not there ends the process.
+        """
+        if self._scrub is not None:
+            self._scrub = None
+            self.worker.synchronize_device()  # slices are enqueued
+
     def fall_asleep(self, *, keeps_weights: bool) -> None:
         """Release the shadow weights, and the log, as the live weights fall asleep.
 
