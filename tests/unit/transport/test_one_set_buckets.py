@@ -23,13 +23,15 @@ from tests.support.transports.peers import (
 )
 from vllm.inflight.errors import ConfigError
 from vllm.inflight.patch.worker import _check_room
+from vllm.inflight.transport.buckets.buffers import one_set_bucket_bytes
 from vllm.inflight.transport.buckets.receiver import Receiver
 from vllm.inflight.transport.cuda_ipc.receiver_engine import IpcEngine
 from vllm.inflight.transport.files.receiver_engine import LocalEngine
 from vllm.inflight.worker.staging.worker import StagingWorker
 
 MIB = 1 << 20
-OF_ONE_SET = 2, 64 * MIB
+MOST = 64 * MIB
+OF_ONE_SET = 2, MOST
 
 
 def buckets(receiver: Receiver | None) -> tuple[int, int]:
@@ -39,12 +41,22 @@ def buckets(receiver: Receiver | None) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("has_one_set", "expected"), [(False, (3, 256 * MIB)), (True, OF_ONE_SET)]
+    ("num_bytes", "expected"),
+    [(0, 64), (16_381_470_720, 64), (65_500_000_000, 244), (10**12, 256)],
+)
+def test_a_bucket_grows_with_the_weights(num_bytes: int, expected: int) -> None:
+    found = one_set_bucket_bytes(num_bytes)
+    assert found == expected * MIB
+    assert expected == 64 or 2 * found / num_bytes < 0.008
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"), [(None, (3, 256 * MIB)), (MOST, OF_ONE_SET)]
 )
 def test_lent_tensors_are_read_through_few_buckets(
-    monkeypatch: pytest.MonkeyPatch, has_one_set: bool, expected: tuple[int, int]
+    monkeypatch: pytest.MonkeyPatch, most: int | None, expected: tuple[int, int]
 ) -> None:
-    monkeypatch.setattr(IpcEngine, "has_one_set", has_one_set)
+    monkeypatch.setattr(IpcEngine, "most_bucket_bytes", most)
     made = worker(HostMemory(), bucket_bytes=256 * MIB)
     assert buckets(made._receiver) == expected
     made.shutdown()
@@ -53,7 +65,7 @@ def test_lent_tensors_are_read_through_few_buckets(
 def test_a_smaller_bucket_than_the_most_stays_as_it_was_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(IpcEngine, "has_one_set", True)
+    monkeypatch.setattr(IpcEngine, "most_bucket_bytes", MOST)
     made = worker(HostMemory(), bucket_bytes=MIB, num_buckets=1)
     assert buckets(made._receiver) == (1, MIB)
     made.shutdown()
@@ -64,7 +76,7 @@ def test_a_broadcast_is_received_in_two_buckets_of_a_size_that_all_ranks_have(
     size: int, agreed: int
 ) -> None:
     to, named = engine(), tensors(1)
-    to.has_one_set = True
+    to.most_bucket_bytes = MOST
     sender = connect(to, num_buckets=5, bucket_bytes=size)
     assert buckets(to._receiver) == (2, agreed)
     assert sender.group.terms.bucket_bytes == sender._slots.num_bytes == agreed
@@ -91,7 +103,7 @@ def test_files_are_read_through_few_buckets(
         additional_config={}, parallel_config=None, model_config=None
     )
     to = LocalEngine(None, config, CPU, Recorder())
-    to.has_one_set = True
+    to.most_bucket_bytes = MOST
     file = tmp_path / "model.safetensors"
     save_file({"one": torch.ones(3)}, file)
     to.receive_weights(to.parse_update_info({"path": str(file)}))
@@ -102,7 +114,7 @@ def test_files_are_read_through_few_buckets(
 @pytest.mark.parametrize(
     ("log", "device", "expected"),
     [
-        (object(), "cuda", 128 * MIB),
+        (object(), "cuda", 2 * 244 * MIB),
         (None, "cuda", 0),  # two sets of weights
         (object(), "cpu", 0),
     ],
@@ -111,7 +123,7 @@ def test_the_bytes_of_the_buckets_are_known_before_a_transport_is_open(
     log: object, device: str, expected: int
 ) -> None:
     stager = object.__new__(StagingWorker)
-    stager.shadow = SimpleNamespace(log=log)  # type: ignore[assignment]
+    stager.shadow = SimpleNamespace(log=log, nbytes=65_500_000_000)  # type: ignore[assignment]
     stager.worker = SimpleNamespace(device=torch.device(device))  # type: ignore[assignment]
     assert stager.bucket_bytes == expected
 

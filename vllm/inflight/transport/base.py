@@ -87,15 +87,16 @@ class StagedEngine(upstream.WeightTransferEngine):
             `transport_obstacle`.
         cancelled: returns True once the update is cancelled. The staging thread sets
             it; every wait calls it.
-        has_one_set: whether the worker has one set of weights. Memory beside it is
-            scarce then, so buckets are few and small. The staging thread sets it.
+        most_bucket_bytes: of a bucket, if the worker has one set of weights. Memory
+            beside it is scarce, so buckets are few and small. None with two sets. The
+            staging thread sets it.
 
     """
 
     hands_whole_tensors: ClassVar[bool] = True
 
     cancelled: Callable[[], bool] = staticmethod(never)
-    has_one_set: bool = False
+    most_bucket_bytes: int | None = None
 
     def load_all(self, incoming: Iterator[Pair]) -> None:
         """Give every tensor to the model, and receive the rest when the model stops.

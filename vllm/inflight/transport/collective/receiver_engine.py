@@ -18,10 +18,7 @@ import torch
 from vllm.inflight import upstream
 from vllm.inflight.errors import EngineFault, Malformed, TransferFault
 from vllm.inflight.transport.base import StagedEngine
-from vllm.inflight.transport.buckets.buffers import (
-    ONE_SET_BUCKET_BYTES,
-    ONE_SET_BUCKETS,
-)
+from vllm.inflight.transport.buckets.buffers import ONE_SET_BUCKETS
 from vllm.inflight.transport.buckets.receiver import Receiver
 from vllm.inflight.transport.buckets.tensor_list import TensorList
 from vllm.inflight.transport.collective.connect import open_group
@@ -164,10 +161,9 @@ class BroadcastEngine(StagedEngine):
                 f"engine runs on {self.device.type}"
             )
         index = worker_index(self.parallel_config)
-        num_buckets, most = init_info.num_buckets, None
-        if self.has_one_set:
+        num_buckets = init_info.num_buckets
+        if self.most_bucket_bytes is not None:
             num_buckets = min(num_buckets, ONE_SET_BUCKETS)
-            most = ONE_SET_BUCKET_BYTES
         limit = WaitLimit(init_info.timeout_s, self._is_cancelled)
         with self._environment():
             rendezvous = Rendezvous.join(
@@ -176,7 +172,7 @@ class BroadcastEngine(StagedEngine):
                 init_info.master_port,
                 init_info.rank_offset + index,
                 limit,
-                most_bucket_bytes=most,
+                most_bucket_bytes=self.most_bucket_bytes,
             )
             group = open_group(
                 rendezvous,

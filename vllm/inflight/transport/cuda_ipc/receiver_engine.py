@@ -19,10 +19,7 @@ import torch
 from vllm.inflight import upstream
 from vllm.inflight.errors import EngineFault, Malformed, TransferFault
 from vllm.inflight.transport.base import StagedEngine
-from vllm.inflight.transport.buckets.buffers import (
-    ONE_SET_BUCKET_BYTES,
-    ONE_SET_BUCKETS,
-)
+from vllm.inflight.transport.buckets.buffers import ONE_SET_BUCKETS
 from vllm.inflight.transport.buckets.plan import Bucket, plan
 from vllm.inflight.transport.buckets.receiver import Incoming, Receiver
 from vllm.inflight.transport.buckets.tensor_list import TensorList
@@ -165,11 +162,11 @@ class IpcEngine(StagedEngine):
         self._open(init_info, CudaMemory())
 
     def _open(self, init_info: IpcInitInfo, memory: SharedMemory) -> None:
-        if self.has_one_set:
+        if (most := self.most_bucket_bytes) is not None:
             init_info = replace(
                 init_info,
                 num_buckets=min(init_info.num_buckets, ONE_SET_BUCKETS),
-                bucket_bytes=min(init_info.bucket_bytes, ONE_SET_BUCKET_BYTES),
+                bucket_bytes=min(init_info.bucket_bytes, most),
             )
         limit = WaitLimit(init_info.timeout_s, self._is_cancelled)
         reader = Reader(init_info.terms, self.device, memory)

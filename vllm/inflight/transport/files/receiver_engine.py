@@ -31,11 +31,7 @@ from vllm.inflight import upstream
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import Malformed
 from vllm.inflight.transport.base import StagedEngine
-from vllm.inflight.transport.buckets.buffers import (
-    ONE_SET_BUCKET_BYTES,
-    ONE_SET_BUCKETS,
-    Buffers,
-)
+from vllm.inflight.transport.buckets.buffers import ONE_SET_BUCKETS, Buffers
 from vllm.inflight.transport.buckets.receiver import Receiver
 from vllm.inflight.transport.buckets.tensor_list import Pair, TensorList
 from vllm.inflight.transport.files.allowed_paths import (
@@ -194,8 +190,8 @@ class LocalEngine(StagedEngine):
     @property
     def _buckets(self) -> tuple[int, int]:
         """How many buckets a GPU holds while files are read, and the bytes of each."""
-        if self.has_one_set:
-            return ONE_SET_BUCKETS, ONE_SET_BUCKET_BYTES
+        if (most := self.most_bucket_bytes) is not None:
+            return ONE_SET_BUCKETS, min(BUCKET_BYTES, most)
         return NUM_BUCKETS, BUCKET_BYTES
 
     def _load_in_buckets(self, opened: TensorFiles) -> bool:

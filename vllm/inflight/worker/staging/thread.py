@@ -647,7 +647,7 @@ class StagingThread(Background):
     def _prepared(self, transport: StagedEngine) -> StagedEngine:
         """A transport of ours, which knows this update and its room."""
         transport.cancelled = self._is_cancelled
-        transport.has_one_set = self._stager.shadow.log is not None
+        transport.most_bucket_bytes = self._stager.most_bucket_bytes
         return transport
 
     def _take_break(self) -> None:

@@ -25,8 +25,8 @@ from vllm.inflight.errors import Cancelled, EngineFault, TransferFault
 from vllm.inflight.messages import FlipTo
 from vllm.inflight.transport.base import StagedEngine
 from vllm.inflight.transport.buckets.buffers import (
-    ONE_SET_BUCKET_BYTES,
     ONE_SET_BUCKETS,
+    one_set_bucket_bytes,
 )
 from vllm.inflight.transport.collective.nccl import still_writes
 from vllm.inflight.transport.cuda_ipc.receiver_engine import ExportedEngine
@@ -193,9 +193,15 @@ class StagingWorker:
 
         They are left out of the KV cache's budget, since a transport opens later.
         """
-        if self.shadow.log is None or self.worker.device.type != "cuda":
+        if self.worker.device.type != "cuda":
             return 0
-        return ONE_SET_BUCKETS * ONE_SET_BUCKET_BYTES
+        return ONE_SET_BUCKETS * (self.most_bucket_bytes or 0)
+
+    @property
+    def most_bucket_bytes(self) -> int | None:
+        """Most bytes of a bucket beside one set of weights; None with two sets."""
+        shadow = self.shadow
+        return None if shadow.log is None else one_set_bucket_bytes(shadow.nbytes)
 
     def note_sent(self, framework: str, params: Iterable[str]) -> None:
         """Note which parameters the staged version has written."""
