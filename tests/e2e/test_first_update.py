@@ -5,6 +5,7 @@ parameters, as on a GPU. What is served equals a fresh engine; where a loader co
 and where layers are quantised, these tensors are loaded.
 """
 
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -302,3 +303,28 @@ def test_two_ranks_replay_their_first_update(
     assert seen["updated"] == seen["fresh"] != seen["before"]
     assert seen["num_loaded"] == [0, 0]
     assert min(seen["num_proved"]) > 0
+
+
+def test_what_was_imported_before_the_plugins_loads_in_place_too(
+    old: Path, new: Path, tmp_path: Path
+) -> None:
+    """A transport and an extension have imported upstream's layerwise reload by name.
+
+    The start checkpoint has no tensors, so nothing is recorded at the start.
+    """
+    empty = tmp_path / "empty"
+    shutil.copytree(old, empty, ignore=shutil.ignore_patterns(FILE))
+    cast = mixed(new, new, (), tmp_path / "cast")
+    tensors = load_file(new / FILE)
+    shard = "model.layers.0.self_attn.q_proj.weight"
+    tensors[shard] = tensors[shard].float()
+    save_file(tensors, cast / FILE, metadata={"format": "pt"})
+    seen = run_script("early_transport", old, new, empty, cast)
+    assert seen["is_early"] and seen["old"] != seen["new"]
+    assert seen["first"] == seen["new"]
+    assert seen["adopted"] == seen["old"]
+    assert seen["from disk"] == seen["new"]
+    assert seen["failed"] == ["RuntimeError: the wire broke", seen["new"]]
+    assert seen["after a failure"] == seen["old"]
+    assert seen["cast"] == seen["new"]
+    assert seen["last"] == seen["old"]

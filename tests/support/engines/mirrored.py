@@ -34,8 +34,6 @@ def mirror(patch: pytest.MonkeyPatch | None = None) -> None:
 @contextmanager
 def mirrored() -> Iterator[None]:
     """Context: engines that start are such engines, until they end."""
-    for name in ("initialize_layerwise_reload", "finalize_layerwise_reload"):
-        vars(upstream).pop(name, None)  # a test may have found them unpatched
     with unpacked(), pytest.MonkeyPatch.context() as patch:
         mirror(patch)
         yield

@@ -28,6 +28,8 @@ from vllm.model_executor.model_loader.reload import (
 from tests.support.engines.oracle import Oracle
 from tests.support.waiting import until
 
+FILE = "model.safetensors"
+
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
@@ -87,7 +89,7 @@ class OtherEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def stream(self, info: UpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
         here = info.fail_rank in (None, get_world_group().rank_in_group)
         here = here and _is_first(info.fail_first)
-        tensors = load_file(Path(info.path) / "model.safetensors")
+        tensors = load_file(Path(info.path) / FILE)
         for index, (name, tensor) in enumerate(tensors.items()):
             if info.names is not None and name not in info.names:
                 continue
@@ -118,6 +120,16 @@ def _is_first(file: str | None) -> bool:
     except FileExistsError:
         return False
     return True
+
+
+class Reloading:
+    """A worker extension that loads as upstream's transports do."""
+
+    def update_weights_from_path(self: Any, weight_path: str) -> None:
+        model, config = self.model_runner.model, self.model_runner.model_config
+        initialize_layerwise_reload(model)
+        model.load_weights(iter(load_file(Path(weight_path) / FILE).items()))
+        finalize_layerwise_reload(model, config)
 
 
 class Extension(Oracle):

@@ -358,6 +358,34 @@ def test_a_patch_wraps_a_callable_of_any_kind_once(engine, change, call):
     assert problem_with(change) is None
 
 
+@pytest.mark.parametrize("is_public", [True, False])
+def test_a_module_that_imported_a_public_function_before_gets_the_patch(
+    engine, monkeypatch, is_public
+):
+    paths = ["trainer", "vllm.inflight.stand_in", "vllm.stand_in"]
+    modules = [ModuleType(path) for path in paths]
+    for module in modules:
+        module.load, module.begin = engine.load, engine.load
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    before = engine.load
+    apply(record("load", "parser", is_public=is_public))
+    assert engine.load is not before
+    users = [(module.load, module.begin) for module in modules[:2]]
+    assert users == [(engine.load if is_public else before,) * 2] * 2
+    assert modules[2].load is before  # upstream calls what it has called
+
+
+def test_a_public_function_is_patched_in_the_module_that_defines_it(
+    engine, monkeypatch
+):
+    definer = ModuleType("vllm.stand_in")
+    definer.load, engine.load.__module__ = engine.load, definer.__name__
+    monkeypatch.setitem(sys.modules, definer.__name__, definer)
+    apply(record("load", "parser", is_public=True))
+    assert definer.load is engine.load
+    assert engine.load(0) == ["ours", "load"]
+
+
 def test_a_parameter_that_ray_adds_to_actor_methods_is_no_change(engine):
     def step(self, budget, _ray_trace_ctx=None):
         return [budget]

@@ -145,6 +145,16 @@ def test_a_tensor_that_fills_nothing_is_not_kept():
     assert plan.entry("t", tensor) is None
 
 
+@pytest.mark.parametrize("loader", [whole, padded])
+def test_a_write_to_memory_that_was_set_aside_is_not_kept_for_a_replay(loader):
+    param = torch.nn.Parameter(torch.empty(8, 4, device="meta"), requires_grad=False)
+    tensor = torch.randn(8 if loader is whole else 6, 4)
+    places, replays = Plan(is_replayed=False), Plan()
+    for plan in (places, replays):
+        plan.keep("t", recorded(loader, param, tensor))
+    assert [len(places), len(replays)] == [1, 0]  # a place is known without memory
+
+
 def test_what_an_update_that_was_not_whole_passed_over_is_not_known() -> None:
     """Its loader may have kept the tensor for one that did not come."""
     plan, nothing = Plan(), Entry(torch.Size([4]), torch.bfloat16)

@@ -350,6 +350,7 @@ PATCHES = [
         why="shadow parameters get kernel format at once and need no layerwise reload",
         remove_when="upstream's transports leave the reload to their caller",
         around=_load_straight,
+        is_public=True,
     ),
     Patch(
         target="vllm.model_executor.model_loader.reload:finalize_layerwise_reload",
@@ -357,6 +358,7 @@ PATCHES = [
         why="shadow parameters need no end of a layerwise reload either",
         remove_when="upstream's transports leave the reload to their caller",
         around=_load_straight,
+        is_public=True,
     ),
     Patch(
         target=("vllm.model_executor.model_loader.utils:process_weights_after_loading"),
@@ -364,6 +366,7 @@ PATCHES = [
         why="an extension that loads shadow weights does not process them itself",
         remove_when="upstream loads updates into shadow weights",
         around=_unless_calling,
+        is_public=True,
     ),
     Patch(
         target="vllm._custom_ops:create_onednn_scaled_mm",

@@ -201,7 +201,11 @@ class Plan:
         return () if entry is None else (param for param, _ in entry.filled)
 
     def keep(self, name: str, entry: Entry) -> None:
-        """Record an entry, if every write of it can be replayed."""
+        """Record an entry, if every write of it can be replayed.
+
+        Parameters that were set aside on `meta` while they were loaded have memory that
+        the record does not know, so a replay could not write it.
+        """
         is_passed_over = entry.is_whole and entry.is_traced and not entry.filled
         self._passed_over_before.setdefault(name, name in self._passed_over)
         self._mark(name, is_passed_over)
@@ -211,6 +215,8 @@ class Plan:
         if overlapping(entry.filled):
             return
         if self.is_replayed:
+            if any(write.target.is_meta for write in entry.writes):
+                return
             entry.home = _home(entry)
         else:
             nothing = torch.empty(0, device="cpu")

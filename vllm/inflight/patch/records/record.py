@@ -11,8 +11,10 @@ import functools
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from vllm.inflight.attached import ATTRIBUTE, Attached
@@ -46,6 +48,9 @@ class Patch:
     is_late: bool = False
     """Whether it is applied when a worker first uses the module, as not every process
     can import that."""
+    is_public: bool = False
+    """Whether users' modules call the function. One that has imported it by name before
+    the patch gets the replacement, too."""
     since: str | None = None
     """The first release of vLLM that it is for; None for the oldest."""
     before: str | None = None
@@ -252,3 +257,26 @@ def apply(patch: Patch) -> None:
     if isinstance(found, staticmethod | classmethod):
         replacement = type(found)(replacement)
     setattr(owner, name, replacement)
+    if patch.is_public:
+        for module, imported_as in _imports(original):
+            setattr(module, imported_as, replacement)
+
+
+def _imports(function: Any) -> list[tuple[ModuleType, str]]:
+    """The modules that have imported a function of upstream by name, and that name.
+
+    Upstream's own are left out, all but the one that defines it: users may import it
+    from there.
+    """
+    return [
+        (module, name)
+        for path, module in list(sys.modules.items())
+        if isinstance(module, ModuleType) and _may_import(path, function)
+        for name, value in list(vars(module).items())
+        if value is function
+    ]
+
+
+def _may_import(path: str, function: Any) -> bool:
+    is_upstreams = path.startswith("vllm.") and not path.startswith("vllm.inflight.")
+    return not is_upstreams or path == function.__module__
