@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from vllm.v1.engine.core import EngineCore
 
 from tests.support.engines.bare_core import Streams, add, call, prompt, publish, stage
 from tests.support.engines.user_extension import Extension
+from tests.support.waiting import until
 from vllm.inflight.errors import EngineAsleep
+from vllm.inflight.patch.controllers import controller_of
 
 pytestmark = pytest.mark.engine
 
@@ -281,6 +284,23 @@ def test_a_sleep_is_rejected_while_a_transfer_does_not_end(
     monkeypatch.undo()
     assert not sleeper.is_sleeping() and says(sleeper, "after") == before
     assert call(sleeper, "info")["weights"] == "live"
+
+
+def test_a_scrub_that_a_failed_sleep_put_off_comes_when_the_sleep_has_failed(
+    sleeper: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Upstream's sleep waits for requests, and memory is not given back yet."""
+    controller, waits = controller_of(sleeper), Future[None]()
+    scrubs = controller.scrubs
+    monkeypatch.setattr(scrubs, "_is_always_due", True)
+    controller.sleep.sleep(1, lambda level: waits)
+    num_scrubs = scrubs.results.total()
+    scrubs.committed(SimpleNamespace(num_replayed=0))
+    until(lambda: scrubs._thread is None, "the scrub does not end")
+    assert scrubs.results.total() == num_scrubs
+    waits.set_exception(RuntimeError("a GPU is lost"))
+    assert call(sleeper, "info")["weights"] == "live"
+    until(lambda: scrubs.results.total() > num_scrubs, "no scrub came")
 
 
 def test_kv_cached_before_a_sleep_is_not_read_after_it(

@@ -6,11 +6,13 @@ engine of these tests runs that allocator on host memory, which overwrites what 
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from vllm import _custom_ops
+from vllm import _custom_ops, device_allocator
+from vllm.device_allocator import cumem
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.core import EngineCore
@@ -31,7 +33,11 @@ from tests.support.engines.bare_core import (
 )
 from tests.support.engines.pools_on_host import Pools
 from tests.support.engines.script import OPTIONS, run_script
+from tests.support.waiting import until
+from vllm.inflight.errors import EngineAsleep
+from vllm.inflight.patch.controllers import controller_of
 from vllm.inflight.patch.records.record import MARK
+from vllm.inflight.worker.worker_state import WorkerState
 
 pytestmark = pytest.mark.engine
 
@@ -194,6 +200,47 @@ def test_a_sleep_beside_the_engine_is_found_before_the_next_step(
     assert told_of(core) == ("gone", "new", False)
     publish(core, folders["new"], "again")
     assert says_at_last(core, "after") == expected
+
+
+@pytest.mark.parametrize("kept", [(), ("kv_cache",), ("weights", "kv_cache")])
+def test_a_sleep_ends_reads_before_memory_is_given_back(
+    core: EngineCore, monkeypatch: pytest.MonkeyPatch, kept: tuple[str, ...]
+) -> None:
+    worker: Any = core.model_executor.driver_worker.worker  # type: ignore[attr-defined]
+    stager = WorkerState.of(worker).require_stager()
+    allocator, done = device_allocator.get_mem_allocator_instance(), list[str]()
+    release = cumem.unmap_and_release
+
+    def note_release(handle: Any) -> None:
+        done.append("given back")
+        release(handle)
+
+    monkeypatch.setattr(worker, "synchronize_device", lambda: done.append("waited"))
+    monkeypatch.setattr(cumem, "unmap_and_release", note_release)
+    assert stager.scrub("begin") > 0
+    allocator.sleep(kept)
+    assert done[0] == "waited", "slices that were enqueued may still read"
+    assert "given back" in done
+    assert stager.scrub("slice") is None
+    with pytest.raises(EngineAsleep):  # and the core does not know of the sleep
+        stager.scrub("begin")
+    allocator.wake_up()
+    assert stager.scrub("begin") > 0
+
+
+def test_a_scrub_that_met_a_sleep_beside_the_engine_comes_after_it(
+    core: EngineCore, pools: Pools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scrubs = controller_of(core).scrubs
+    monkeypatch.setattr(scrubs, "_is_always_due", True)
+    num_scrubs = scrubs.results.total()
+    pools.allocator().sleep(("weights",))
+    scrubs.committed(SimpleNamespace(num_replayed=0))
+    until(lambda: scrubs._thread is None, "the scrub does not end")
+    assert scrubs.results.total() == num_scrubs
+    pools.allocator().wake_up()
+    rpc(core, "tests_double", 1)
+    until(lambda: scrubs.results.total() > num_scrubs, "no scrub came")
 
 
 def test_weights_do_not_sleep_while_an_update_is_staged(

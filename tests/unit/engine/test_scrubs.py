@@ -14,7 +14,7 @@ from tests.support.waiting import until
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine.integrity import scrubs
 from vllm.inflight.engine.integrity.scrubs import Scrubs
-from vllm.inflight.errors import EngineAsleep
+from vllm.inflight.errors import EngineAsleep, UpdateBusy
 
 FOUND = {
     key: b"" for key in ("expected", "numel", "owners", "parts", "sums", "covered")
@@ -22,10 +22,21 @@ FOUND = {
 
 
 class Turns:
-    """Those of an engine that takes none."""
+    """Those of an engine that takes none.
+
+    Attributes:
+        then: called after each.
+
+    """
+
+    def __init__(self) -> None:
+        self.then: Callable[[], None] = lambda: None
 
     def run(self, call: Callable[[], Any]) -> Any:
-        return call()
+        try:
+            return call()
+        finally:
+            self.then()
 
 
 class Engine:
@@ -37,6 +48,7 @@ class Engine:
         lays: whether a rank works out where things are.
         may_decode: whether all memory is awake.
         weights_sleep: whether the weights are not.
+        is_loading: whether a reload of the weights is under way.
 
     """
 
@@ -49,6 +61,7 @@ class Engine:
         self.lays = False
         self.may_decode = True
         self.weights_sleep = False
+        self.is_loading = False
         self.num_begun = 0
         self.goes_on = threading.Event()
         self._read = 0
@@ -59,6 +72,8 @@ class Engine:
     def check_weights(self, *, is_whole: bool) -> None:
         if self.weights_sleep:
             raise EngineAsleep("the weights are asleep")
+        if self.is_loading:
+            raise UpdateBusy("a reload is under way")
 
     def scrub(self, move: str) -> list[Any]:
         if move == "begin":
@@ -137,6 +152,36 @@ def test_a_scrub_that_is_due_comes_when_all_memory_is_awake(
     made.woken()
     until(lambda: made._thread is None)
     assert engine.num_begun == 1, "nothing was put off since"
+
+
+def test_a_wake_up_right_after_the_turn_that_met_the_sleep_is_not_missed(
+    engine: Engine, made: Scrubs
+):
+    engine.goes_on.set()
+    engine.may_decode = False
+
+    def wake() -> None:
+        engine.step_queue.then = lambda: None
+        engine.may_decode = True
+        made.woken()
+
+    engine.step_queue.then = wake
+    made.committed(engine.commit("two"))
+    until(lambda: made.last is not None)
+
+
+def test_a_scrub_that_is_due_comes_after_a_reload(
+    engine: Engine, made: Scrubs, caplog: pytest.LogCaptureFixture
+):
+    engine.goes_on.set()
+    engine.is_loading = True
+    made.committed(engine.commit("two"))
+    until(lambda: made._thread is None)
+    assert engine.num_begun == 0
+    engine.is_loading = False
+    made.woken()
+    until(lambda: made.last is not None)
+    assert "could not be scrubbed" not in caplog.text
 
 
 def test_a_caller_gets_a_scrub_of_weights_that_are_awake_alone(

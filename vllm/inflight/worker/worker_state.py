@@ -107,8 +107,8 @@ class Stager(Protocol):
     def scrub(self, move: str) -> Any:
         """Make one move of a scrub."""
 
-    def end_scrub(self) -> None:
-        """End a scrub before memory is given back."""
+    def end_reads(self) -> None:
+        """End a scrub, and wait for what is enqueued, before memory is given back."""
 
     def forget(self, *, served: bool) -> None:
         """Release the shadow weights, and with `served` the live weights as well."""

@@ -12,8 +12,9 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -25,7 +26,7 @@ from vllm.inflight.background import Background
 from vllm.inflight.config import InflightConfig
 from vllm.inflight.engine.context import EngineContext
 from vllm.inflight.engine.transaction import Update
-from vllm.inflight.errors import EngineAsleep, EngineFault
+from vllm.inflight.errors import EngineAsleep, EngineFault, UpdateBusy
 
 DIFFERENT = "different"
 PAUSE_S = 0.05
@@ -33,6 +34,8 @@ PAUSE_S = 0.05
 RETRY_S = 0.01
 """Pause before a new scrub, because the live weights changed during the last one."""
 MOST_NAMED = 16
+MISSING = EngineAsleep, UpdateBusy
+"""Errors of weights that cannot be read: they sleep, or a reload is under way."""
 
 logger = upstream.init_logger(__name__)
 
@@ -55,7 +58,7 @@ class Scrubs:
         self._is_due = False
         """Whether a commit requires a scrub that no caller waits for."""
         self._is_postponed = False
-        """Whether such a scrub met a sleep, and comes when the engine is awake."""
+        """Whether such a scrub met a sleep or a reload, and comes after it."""
         self._wake = threading.Event()
         self._is_closed = False
         self._num_changes = 0
@@ -97,7 +100,7 @@ class Scrubs:
             self._wake.set()
 
     def woken(self) -> None:
-        """The engine is awake: scrub now if a sleep has kept a scrub from its end."""
+        """The weights are back: scrub now if a sleep has kept a scrub from its end."""
         with self._lock:
             if not self._is_postponed:
                 return
@@ -178,16 +181,15 @@ class Scrubs:
     def _scrub(self, waiting: list[Future[Result]], *, is_due: bool) -> None:
         try:
             is_asked = bool(waiting)
-            result = self._once(0.0 if is_asked else PAUSE_S, is_asked=is_asked)
+            once = partial(self._once, is_asked=is_asked, is_due=is_due)
+            result = once(0.0 if is_asked else PAUSE_S)
             while result is None and (waiting or is_due):
                 if self._is_closed:
                     raise EngineFault("the engine has been shut down")
                 time.sleep(RETRY_S)
-                result = self._once(0.0, is_asked=is_asked)
+                result = once(0.0)
         except Exception as error:
-            if isinstance(error, EngineAsleep):
-                self._is_postponed |= is_due
-            elif not waiting:
+            if not waiting and not isinstance(error, MISSING):
                 logger.warning("the live weights could not be scrubbed: %s", error)
             for future in waiting:
                 future.set_exception(error)
@@ -196,13 +198,14 @@ class Scrubs:
             assert result is not None
             future.set_result(result)
 
-    def _once(self, pause_s: float, *, is_asked: bool) -> Result | None:
+    def _once(self, pause_s: float, *, is_asked: bool, is_due: bool) -> Result | None:
         """Scrub once; None if the live weights changed meanwhile or are about to.
 
         Ranks that fall asleep meanwhile end their scrub, as its memory goes.
         """
         began = time.monotonic()
-        version = self._between_steps(partial(self._begin, is_asked=is_asked))
+        begin = partial(self._begin, is_asked=is_asked, is_due=is_due)
+        version = self._between_steps(begin)
         if version is None:
             return None
         num_changes = version.pop("num_changes")
@@ -212,7 +215,8 @@ class Scrubs:
             if pause_s:
                 time.sleep(pause_s)
             self._between_steps(self._controller.ranks.scrub_slice)
-        result: Result | None = self._between_steps(partial(self._end, version))
+        end = partial(self._end, version, is_due=is_due)
+        result: Result | None = self._between_steps(end)
         if result is not None:
             result["seconds"] = round(time.monotonic() - began, 3)
             self._num_changes = num_changes
@@ -225,18 +229,33 @@ class Scrubs:
             return turns.run(call)
         return turns.submit(call).result()
 
-    def _begin(self, *, is_asked: bool) -> Result | None:
+    @contextmanager
+    def _noting_sleep(self, *, is_due: bool) -> Iterator[None]:
+        """Note that a due scrub comes later, if its weights are missing.
+
+        Between two steps, so that no `woken` comes between the look and the note.
+        """
+        try:
+            yield
+        except MISSING:
+            with self._lock:
+                self._is_postponed |= is_due
+            raise
+
+    def _begin(self, *, is_asked: bool, is_due: bool) -> Result | None:
         """Begin a scrub; None while a rank still computes where its tensors are.
 
         Raises:
             EngineAsleep: the weights sleep; or any memory, and no caller waits.
+            UpdateBusy: a reload of the weights is under way.
 
         """
-        sleep = self._controller.sleep
-        sleep.check_weights(is_whole=False)
-        if not (is_asked or sleep.may_decode):
-            raise EngineAsleep("a part of the memory of this engine is asleep")
-        num_slices = self._controller.ranks.scrub("begin")
+        with self._noting_sleep(is_due=is_due):
+            sleep = self._controller.sleep
+            sleep.check_weights(is_whole=False)
+            if not (is_asked or sleep.may_decode):
+                raise EngineAsleep("a part of the memory of this engine is asleep")
+            num_slices = self._controller.ranks.scrub("begin")
         if any(each is None for each in num_slices):
             return None
         version = self._controller.version
@@ -248,9 +267,10 @@ class Scrubs:
             "num_changes": self._controller.live_version.changes,
         }
 
-    def _end(self, version: Result) -> Result | None:
+    def _end(self, version: Result, *, is_due: bool) -> Result | None:
         """End a scrub; None if the live weights have changed since its begin."""
-        self._controller.sleep.check_weights(is_whole=False)
+        with self._noting_sleep(is_due=is_due):
+            self._controller.sleep.check_weights(is_whole=False)
         found = self._controller.ranks.scrub("result")
         if any(each is None for each in found):
             return None

@@ -498,6 +498,7 @@ class Sleep:
             self._go_on()
         else:
             self._core.scheduler.set_pause_state(before)
+            self._tell_awake()
 
     def _wake_later(self, woken: Future[bool], wake: Callable[[], bool]) -> None:
         try:
@@ -511,7 +512,6 @@ class Sleep:
             self._lost = None
             self._controller.live_version.forget_before()
             self._go_on()
-            self._tell_awake()
 
     def follow(
         self, name: str, asleep: set[str], woken: set[str], lost: set[str]
@@ -571,7 +571,7 @@ class Sleep:
             self._drop_lost_kv(name)
         if not tags and (fell or woke):
             self._go_on()
-            self._tell_awake()
+        self._tell_awake()
 
     def _drop_lost_kv(self, name: str) -> None:
         """Let no request read KV whose memory was given back."""
@@ -603,6 +603,7 @@ class Sleep:
 
     def _go_on(self) -> None:
         """Continue decoding, unless weights are missing or a pause is in force."""
+        self._tell_awake()
         if self._hold():
             return
         before, self._paused_before = self._paused_before, upstream.PauseState.UNPAUSED
@@ -623,6 +624,7 @@ class Sleep:
         if error is not None and WEIGHTS not in self._core.model_executor.sleeping_tags:
             # The call failed before any rank began to sleep.
             self._controller.ranks.prepare_sleep(0)
+            self._tell_awake()
             return
         self._controller.live_version.forget_before()
         config = self._core.vllm_config.model_config

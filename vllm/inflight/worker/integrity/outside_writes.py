@@ -104,16 +104,17 @@ def note_asleep(
     """
     state = WorkerState.of(worker)
     stager, tripwire = state.stager, state.tripwire
-    is_asleep = tripwire is not None and tripwire.is_asleep
-    if WEIGHTS in parts and stager is not None and not is_asleep:
-        if stager.is_busy:
+    if stager is not None:
+        is_asleep = tripwire is not None and tripwire.is_asleep
+        falls_asleep = WEIGHTS in parts and not is_asleep
+        if falls_asleep and stager.is_busy:
             raise UpdateBusy(
                 "a call on this worker puts the weights to sleep while an update is "
                 "staged; abort the update first, or use POST /sleep, which does"
             )
-        stager.fall_asleep(keeps_weights=WEIGHTS in kept)
-    if stager is not None:
-        stager.end_scrub()
+        stager.end_reads()
+        if falls_asleep:
+            stager.fall_asleep(keeps_weights=WEIGHTS in kept)
     if tripwire is not None:
         tripwire.note_asleep(parts, kept)
 

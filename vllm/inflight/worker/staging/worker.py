@@ -21,7 +21,12 @@ import torch
 
 from vllm.inflight import messages, upstream
 from vllm.inflight.config import InflightConfig
-from vllm.inflight.errors import Cancelled, EngineFault, TransferFault
+from vllm.inflight.errors import (
+    Cancelled,
+    EngineAsleep,
+    EngineFault,
+    TransferFault,
+)
 from vllm.inflight.messages import FlipTo
 from vllm.inflight.transport.base import StagedEngine
 from vllm.inflight.transport.buckets.buffers import (
@@ -417,14 +422,14 @@ class StagingWorker:
                 self.versions = self.versions._replace(served=Held())
             self._scrub = None
 
-    def end_scrub(self) -> None:
-        """End a scrub before memory is given back.
+    def end_reads(self) -> None:
+        """End a scrub, and wait for what is enqueued, before memory is given back.
 
-        On a GPU a slice that reads memory which is not there ends the process.
+        On a GPU a read of memory which is not there ends the process. Slices of a scrub
+        may be enqueued, and what an aborted update has enqueued may still run.
         """
-        if self._scrub is not None:
-            self._scrub = None
-            self.worker.synchronize_device()  # slices are enqueued
+        self._scrub = None
+        self.worker.synchronize_device()
 
     def fall_asleep(self, *, keeps_weights: bool) -> None:
         """Release the shadow weights, and the log, as the live weights fall asleep.
@@ -644,10 +649,16 @@ class StagingWorker:
                 that stages works out where things are; `slice` reads one; `result`
                 replies with what was found, or None if what is served has changed.
 
+        Raises:
+            EngineAsleep: a scrub shall begin, and the weights of this worker sleep.
+
         """
         with torch.cuda.stream(self.steps.stream):  # of None: the current one
             if move == "begin":
                 self._scrub = None
+                tripwire = WorkerState.of(self.worker).tripwire
+                if tripwire is not None and tripwire.is_asleep:
+                    raise EngineAsleep("the weights of this worker are asleep")
                 # Decoding does not wait for it: whoever scrubs asks again.
                 if not self._laying.acquire(blocking=False):
                     return None
