@@ -328,3 +328,7 @@ def test_what_was_imported_before_the_plugins_loads_in_place_too(
     assert seen["after a failure"] == seen["old"]
     assert seen["cast"] == seen["new"]
     assert seen["last"] == seen["old"]
+    error, says = seen["kept"]
+    assert "initialize_layerwise_reload" in error and "set aside" in error
+    assert says == seen["old"]
+    assert seen["after what was kept"] == seen["new"]

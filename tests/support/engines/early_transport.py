@@ -30,9 +30,9 @@ def main(old: str, new: str, empty: str, cast: str) -> None:
         "is_early": not hasattr(transport.initialize_layerwise_reload, MARK)
     }
 
-    def start(folder: str, **options: Any) -> Any:
-        backend = WeightTransferConfig(backend="other")
-        return LLM(folder, weight_transfer_config=backend, **(OPTIONS | options))
+    def start(folder: str, backend: str = "other", **options: Any) -> Any:
+        config = WeightTransferConfig(backend=backend)
+        return LLM(folder, weight_transfer_config=config, **(OPTIONS | options))
 
     def fresh(folder: str) -> Any:
         llm = start(folder)
@@ -46,9 +46,9 @@ def main(old: str, new: str, empty: str, cast: str) -> None:
         llm.finish_weight_update()
         return said(llm)
 
-    def fail(llm: Any, folder: str) -> Any:
+    def fail(llm: Any, folder: str, **faults: Any) -> Any:
         try:
-            send(llm, folder, fail_after=5)
+            send(llm, folder, **faults)
         except Exception as error:
             return str(error), said(llm)
 
@@ -66,10 +66,14 @@ def main(old: str, new: str, empty: str, cast: str) -> None:
     seen["first"] = send(llm, new)
     seen["adopted"] = adopted(llm, old)
     seen["from disk"] = from_disk(llm, new)
-    seen["failed"] = fail(llm, old)
+    seen["failed"] = fail(llm, old, fail_after=5)
     seen["after a failure"] = from_disk(llm, old)
     seen["cast"] = send(llm, cast)
     seen["last"] = send(llm, old)
+    llm.llm_engine.engine_core.shutdown()
+    llm = start(old, "keeping")
+    seen["kept"] = fail(llm, cast)
+    seen["after what was kept"] = from_disk(llm, new)
     llm.llm_engine.engine_core.shutdown()
     tell(seen)
 

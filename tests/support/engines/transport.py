@@ -111,6 +111,15 @@ class OtherEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             yield name, tensors[like]
 
 
+class KeepingEngine(OtherEngine):
+    """Has the function of the reload that there was when this module was imported."""
+
+    kept = staticmethod(initialize_layerwise_reload)
+
+    def start_weight_update(self) -> None:
+        self.kept(self.model)
+
+
 def _is_first(file: str | None) -> bool:
     """Whether of all engines this is the one that makes the file."""
     if file is None:
@@ -145,5 +154,6 @@ class Extension(Oracle):
         self.model_runner.profile_run()
 
 
-if "other" not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine("other", OtherEngine)
+for name, kind in {"other": OtherEngine, "keeping": KeepingEngine}.items():
+    if name not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(name, kind)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from vllm.inflight import upstream
-from vllm.inflight.worker.model import registrations
+from vllm.inflight.errors import StagingUnavailable
+from vllm.inflight.worker.model import layerwise_reload, registrations
 from vllm.inflight.worker.model.kinds.quantized import (
     is_processed,
     is_quantised,
@@ -48,6 +49,39 @@ def reloaded(model: torch.nn.Module) -> list[torch.nn.Module]:
     """
     mirrored = recall(model, Mirrored)
     return [model] if mirrored is None else mirrored.reloaded
+
+
+def require_in_place(model: torch.nn.Module | None) -> None:
+    """Raise if a reload has set aside layers that are loaded in place.
+
+    A transport that keeps upstream's own function sets all layers aside, where ours
+    would leave them. What is replayed into a layer, and what its loader is given, would
+    not meet then.
+
+    Raises:
+        StagingUnavailable: some layers were set aside; they are back.
+
+    """
+    if model is None or not is_mirrored(model):
+        return
+    meant = {id(layer) for part in reloaded(model) for layer in part.modules()}
+    aside = [
+        name
+        for name, layer in layers(model)
+        if upstream.get_layerwise_info(layer).kernel_tensors is not None
+        and id(layer) not in meant
+    ]
+    if not aside:
+        return
+    layerwise_reload.leave(model)
+    raise StagingUnavailable(
+        f"the transport has set aside {len(aside)} layers, among them {aside[0]!r}: it "
+        "has kept vLLM's own initialize_layerwise_reload from before the plugins of "
+        "vLLM were loaded",
+        remedy="Have the transport look the function up in "
+        "vllm.model_executor.model_loader.reload when it calls it, and send the update "
+        "again.",
+    )
 
 
 def mirror_parameters(

@@ -44,6 +44,7 @@ from vllm.inflight.worker.model.kinds.drafter import of_mtp_alone
 from vllm.inflight.worker.model.kinds.quantized import require_same_numbers
 from vllm.inflight.worker.shadow.carry_over import copy_unsent, layer_siblings, retie
 from vllm.inflight.worker.shadow.change_log import Keeping
+from vllm.inflight.worker.shadow.parameters import require_in_place
 from vllm.inflight.worker.staging.adopted.door import Door
 from vllm.inflight.worker.staging.coverage import tally
 from vllm.inflight.worker.staging.loader import UpdateLoader
@@ -337,6 +338,8 @@ class StagingThread(Background):
         self._shadow.prove(self._between_proofs)  # it writes, so it comes no sooner
         self._transport_open = True
         self._transport.start_weight_update()
+        if not isinstance(self._transport, StagedEngine):
+            require_in_place(self._shadow.module)
         if self._intake.writes_elements:
             self._shadow.reset()  # no layer is loaded, and none is processed
         # A method of an extension may call a parameter's loader. Where layers have no
