@@ -254,6 +254,7 @@ class Sets:
             assert fill_table(self.shadow) is None
         worker: Any = SimpleNamespace(
             device=self.shadow.device,
+            synchronize_device=lambda: None,
             vllm_config=SimpleNamespace(additional_config={}),
             weight_transfer_engine=None,
         )

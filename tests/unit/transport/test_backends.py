@@ -84,7 +84,8 @@ def test_an_update_info_is_parsed_in_upstreams_format():
 REGISTERED = sorted(upstream.WeightTransferEngineFactory._registry)
 READ = {"nccl", "ipc"}
 """vLLM's own that were read, and run by tests/gpu/test_upstream_transports.py."""
-OF_TESTS = {"other"}
+OF_TESTS = {"other", "keeping", "benchmark-file", "benchmark-memory"}
+"""Registered by tests and benchmarks, where this process has imported them."""
 
 
 @pytest.mark.parametrize("backend", REGISTERED)
