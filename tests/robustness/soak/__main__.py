@@ -52,6 +52,12 @@ def arguments() -> argparse.Namespace:
         prog="python -m tests.robustness.soak", description=__doc__
     )
     parser.add_argument("--seconds", type=float, default=1200.0)
+    parser.add_argument(
+        "--least",
+        type=int,
+        default=0,
+        help="updates and faults that a run has; a slow host takes longer than asked",
+    )
     parser.add_argument("--seed", default=str(random.randrange(1 << 32)))
     parser.add_argument("--ranks", type=int, default=1, help="tensor parallel")
     parser.add_argument(
@@ -99,7 +105,7 @@ def start(folder: Path, ranks: int, backend: str, staging: str) -> Any:
 
 
 async def soak(options: argparse.Namespace, root: Path) -> dict[str, Any]:
-    """Run for the seconds asked for; returns all that was found."""
+    """Run for the seconds asked for, or longer (`--least`); returns what was found."""
     import torch
     from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -172,8 +178,15 @@ async def soak(options: argparse.Namespace, root: Path) -> dict[str, Any]:
     kinds = [each for each in FAULTS if far is not None or each is not trainer_killed]
     if options.staging == "delta":  # an update that is aborted leaves the way back
         kinds.remove(nothing_held)
+
+    def is_enough() -> bool:
+        done = min(history.num_updates, sum(history.faults.values()))
+        return done >= options.least
+
     try:
-        while (left := began + options.seconds - time.monotonic()) > 0:
+        while (left := began + options.seconds - time.monotonic()) > 0 or (
+            not is_enough()
+        ):
             for task in background:
                 if task.done():
                     task.result()
