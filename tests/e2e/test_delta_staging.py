@@ -638,7 +638,7 @@ def the_way_back_moves(llm, weights, tmp_path) -> None:
         ended(llm, update_id)
         assert "rollback_target" not in llm.abort_weight_update(update_id=update_id)
         assert are_beside(llm, log.entries.memory) == {True}
-        assert are_beside(llm, way_back_of(llm)) == {False}
+        assert are_beside(llm, way_back_of(llm)) == {True, False}
         goes_back_and_forth(llm, *seen[-2:])
     assert log.host_bytes <= log.host_capacity
     bits = load_file(files[2])
@@ -933,4 +933,7 @@ def test_auto_serves_without_updates_where_the_loader_computes(
 def test_an_engine_that_packs_its_matrices_does_not_start(start, old, monkeypatch):
     monkeypatch.setattr(custom_ops, "_supports_onednn", True)
     with pytest.raises(ConfigError, match="is packed for the GEMM of the CPU build"):
-        start(old, additional_config={"inflight": {"staging": "delta"}})
+        # In bf16 oneDNN packs nothing on a CPU with AVX2 alone.
+        start(
+            old, dtype="float32", additional_config={"inflight": {"staging": "delta"}}
+        )

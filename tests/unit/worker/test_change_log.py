@@ -133,6 +133,31 @@ class Served:
             stretch.offsets.fill_(-1)
             stretch.bits.fill_(-1)
 
+    def commit_next(self, num: int) -> None:
+        """Log and commit another update, of so many elements of each parameter."""
+        self.begin()
+        for name, param in self.live.items():
+            at = torch.arange(num, 2 * num)
+            self.log.add(name, at, bits_of(param)[at], bits_of(param)[at] + 1)
+        self.require_way_back()
+        self.old = {name: bits_of(param).clone() for name, param in self.live.items()}
+        self.swap = Swap(self.log, self.live)
+        self.swap()
+        self.new = {name: bits_of(param).clone() for name, param in self.live.items()}
+        self.log.holds_way_back = True
+
+    @property
+    def kept(self) -> LogEntries:
+        """The way back, while an update is logged beside it."""
+        assert self.log.keeps and self.log._kept is not None
+        return self.log._kept
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of the way back that lie in host memory."""
+        pieces = zip(self.kept.memory, self.is_beside(self.kept), strict=True)
+        return sum(len(memory) for memory, is_beside in pieces if not is_beside)
+
     def require_way_back(self) -> None:
         """It leads there and back."""
         for bits in (self.old, self.new):
@@ -153,14 +178,59 @@ def test_where_both_find_no_room_the_way_back_moves_and_the_update_does_not():
     served.begin()
     for _ in range(3):
         served.log_noise(1000)
-    assert num_bytes + log.num_bytes > log.capacity >= log.num_bytes
+    lack = num_bytes + log.num_bytes - log.capacity
+    assert lack > 0 and log.capacity >= log.num_bytes
     assert all(served.is_beside(log.entries))
-    assert log._kept is not None and not any(served.is_beside(log._kept))
-    assert served.num_moves == 1 and log.keeps and not served.num_given_up
-    assert len(log._blocks) > 1 and num_bytes <= log.host_bytes
+    assert served.num_moves == 1 and not served.num_given_up
+    # As much as an update of the same size needs; no stretch is cut.
+    beside = served.is_beside(served.kept)
+    assert beside == sorted(beside, reverse=True) and any(beside)
+    longest = max(map(len, served.kept.memory))
+    needed = max(lack, 2 * num_bytes - log.capacity)
+    assert lack <= served.moved_bytes < needed + longest
+    assert served.moved_bytes <= log.host_bytes < num_bytes and len(log._blocks) > 1
     # A few slices at a time, and no byte is given out before it is copied.
-    assert served.rested == sorted(served.rested) and served.rested[-1] == num_bytes
-    assert len(served.rested) > 10
+    assert served.rested == sorted(served.rested)
+    assert served.rested[-1] == served.moved_bytes and len(served.rested) > 10
+    served.require_way_back()
+
+
+@pytest.mark.usefixtures("blocks")
+@pytest.mark.parametrize("num_before", [0, 1], ids=["at one end", "at the other"])
+def test_for_an_update_that_grows_the_way_back_moves_as_it_is_in_the_way(
+    num_before: int,
+):
+    served = Served()
+    for _ in range(num_before):
+        served.commit_next(600)
+    log, num_bytes = served.log, served.log.num_bytes
+    served.begin()
+    served.num_moves = 0
+    served.rested.clear()
+    moved = set()
+    while log.num_bytes + 800 <= log.capacity:
+        assert log.reserve(next(iter(served.live)), 100, 4) is not None
+        assert all(served.is_beside(log.entries))
+        moved.add(served.moved_bytes)
+        assert num_bytes - served.moved_bytes + log.num_bytes <= log.capacity
+        served.require_way_back()
+    assert served.num_moves == len(moved) - 1 > 1
+    assert served.num_moves <= change_log.LEAST_MOVED + 1
+    # The thread that rests is told of all of them.
+    assert served.rested == sorted(served.rested)
+    assert served.rested[-1] == served.moved_bytes
+
+
+@pytest.mark.usefixtures("blocks")
+def test_where_the_host_has_little_room_no_more_moves_than_is_missing():
+    served = Served(host_capacity=1 << 13)
+    log, num_bytes = served.log, served.log.num_bytes
+    assert 2 * num_bytes - log.capacity > 1 << 13  # what would be expected
+    served.begin()
+    served.log_noise(1200)
+    served.log_noise(600)
+    assert num_bytes + log.num_bytes > log.capacity
+    assert all(served.is_beside(log.entries)) and served.num_moves == 1
     served.require_way_back()
 
 
@@ -181,19 +251,10 @@ def test_over_many_updates_the_host_memory_does_not_grow():
     served = Served()
     log, seen = served.log, set()
     for number in range(6):
-        served.begin()
-        for name, param in served.live.items():  # the version after this one
-            at = torch.arange(number, number + 700)
-            new = bits_of(param)[at] + 1
-            log.add(name, at, bits_of(param)[at], new)
-        assert served.num_moves == number + 1
+        served.commit_next(700)
+        # The first one is larger than the one before.
+        assert served.num_moves == number + 2
         assert all(served.is_beside(log.entries))
-        served.require_way_back()
-        served.old = {n: bits_of(param).clone() for n, param in served.live.items()}
-        served.swap = Swap(log, served.live)
-        served.swap()
-        served.new = {n: bits_of(param).clone() for n, param in served.live.items()}
-        log.holds_way_back = True
         seen.add(log.host_bytes)
     assert len(seen) <= 2 and max(seen) <= 2 * log.capacity
 
@@ -264,7 +325,7 @@ def test_an_update_that_alone_is_larger_goes_on_in_host_memory_after_the_way_bac
     served.begin()
     for _ in range(8):
         served.log_noise(700)
-    assert log.num_bytes > log.capacity and served.num_moves == 1
+    assert log.num_bytes > log.capacity and served.moved_bytes
     beside = served.is_beside(log.entries)
     assert True in beside and beside == sorted(beside, reverse=True)
     served.require_way_back()
@@ -275,13 +336,12 @@ def test_an_update_that_alone_is_larger_goes_on_in_host_memory_after_the_way_bac
     ]
     log.holds_way_back = True
     in_host = [memory.data_ptr() for memory in log.entries.memory][sum(beside) :]
+    num_moves = served.num_moves
     served.begin()
     log.reserve(next(iter(served.live)), 700, 1)
-    assert served.num_moves == 2 and log._kept is not None
-    found = log._kept.stretches
-    assert [memory.data_ptr() for memory in log._kept.memory][
-        -len(in_host) :
-    ] == in_host
+    assert served.num_moves == num_moves + 1
+    found = served.kept.stretches
+    assert [each.data_ptr() for each in served.kept.memory][-len(in_host) :] == in_host
     for (offsets, bits), each in zip(parts, found, strict=True):
         assert torch.equal(each.offsets, offsets) and torch.equal(each.bits, bits)
 

@@ -8,9 +8,9 @@ of the memory, so the way back stays until that update is committed, or until bo
 no room.
 
 Every update is swapped in, and few are rolled back. So where the memory beside the
-weights has no room for both, the way back is moved out of it, into host memory. An
-update goes on there itself if it alone is larger, or if the host has no room for the
-way back.
+weights has no room for both, some of the way back is moved out of it, into host memory:
+as much as an update of the same size needs. An update goes on there itself if it alone
+is larger, or if the host has no room for the way back.
 
 Every element has a number in the log. At that number, its old and its new bits
 contribute to a digest (docs/digest.md). The sum is known when the update is staged, and
@@ -55,6 +55,10 @@ MOVE_BYTES = 1 << 24
 """Bytes of the way back that one copy moves. A step's own copies may wait for those
 that are enqueued: 0.3 ms each over PCIe."""
 
+LEAST_MOVED = 8
+"""An update may be larger than the last one, and need room several times. Each time a
+part of the way back moves: one of so many parts at least, as each move takes a wait."""
+
 
 class Reserved(NamedTuple):
     """Memory for elements of several parameters, to be filled.
@@ -76,10 +80,11 @@ class Keeping(NamedTuple):
 
     Attributes:
         give_up: called when there is no room for it; it calls `drop_kept`.
-        rest: called while it is moved, with the bytes whose copies are enqueued so far.
-        moved: called with the entries of the way back in their new memory, from where
-            its swap takes them from then on; it waits until they are copied. An
-            exception from it, or from `rest`, leaves the way back where it was.
+        rest: called while it is moved, with the bytes whose copies are enqueued since
+            the update has begun.
+        moved: called with the entries of the way back, some of them in other memory,
+            from where its swap takes them from then on; it waits until they are copied.
+            An exception from it, or from `rest`, leaves the way back where it was.
 
     """
 
@@ -133,6 +138,23 @@ class Area:
         self.num_kept += num_bytes
         return self._last(num_bytes, self.num_kept, is_from_top=not self._is_from_top)
 
+    def last_kept(self, pieces: Pieces, num_bytes: int) -> tuple[int, int]:
+        """Stretches that were taken last for the log that is kept.
+
+        Args:
+            pieces: the ones of it that were taken last, and are still here.
+            num_bytes: that they have at least, if so many are in these pieces.
+
+        Returns:
+            the first of them, and the end. No others are between them and what can be
+            taken.
+
+        """
+        ends, num = pieces.ends, len(pieces.params)
+        if self._is_from_top:  # so what is kept is at the bottom
+            return int(np.searchsorted(ends, ends[-1] - num_bytes, side="right")), num
+        return 0, min(int(np.searchsorted(ends, num_bytes)) + 1, num)
+
     def _last(self, num_bytes: int, used: int, *, is_from_top: bool) -> torch.Tensor:
         """The last so many of the bytes that are used from one end."""
         start = len(self.memory) - used if is_from_top else used - num_bytes
@@ -178,6 +200,8 @@ class ChangeLog:
         self._keeping: Keeping | None = None
         self._may_move = False
         """Whether the way back may be moved into host memory."""
+        self._num_copied = 0
+        """Bytes that were copied for that since the update has begun."""
         self._blocks: list[Area] = []
         """In host memory."""
         self._lack = ""
@@ -233,7 +257,7 @@ class ChangeLog:
             for area in self._areas:
                 area.keep()
             self._kept = self.entries
-        self._keeping, self._may_move = keeping, True
+        self._keeping, self._may_move, self._num_copied = keeping, True, 0
         self._empty()
 
     @property
@@ -410,68 +434,102 @@ class ChangeLog:
         """
         assert self._memory is not None
         lack = num_bytes - self._memory.num_left
-        return lack <= 0 or (lack <= self._memory.num_kept and self._move_way_back())
+        return lack <= 0 or (
+            lack <= self._memory.num_kept and self._move_way_back(lack)
+        )
 
-    def _move_way_back(self) -> bool:
-        """Move the way back into host memory; returns whether that had room for it.
+    def _move_way_back(self, lack: int) -> bool:
+        """Move some of the way back into host memory; returns whether that had room.
 
         If it had not, or if an exception ends the move, nothing has moved.
+
+        Args:
+            lack: bytes that are missing beside the weights.
+
         """
         if not self.keeps or not self._may_move:
             return False
         self._may_move = False  # room that is not there now will not come
         memory, way_back, keeping = self._memory, self._kept, self._keeping
         assert memory is not None and way_back is not None and keeping is not None
+        # An update is about as large as the one before.
+        num_before = sum(map(len, way_back.memory))
+        expected = num_before + memory.num_kept - len(memory.memory)
         taken: list[tuple[Area, int]] = []
         try:
-            moves = self._moves(way_back, memory, taken)
-            if moves is None:
+            for wanted in (max(lack, expected, num_before // LEAST_MOVED), lack):
+                moves = self._moves(way_back, memory, wanted, taken)
+                if moves is not None:
+                    break
+                _give_back(taken)
+            else:
                 return False
             self._copy(moves, keeping.rest)
             moved = LogEntries(tuple(target for _, target in moves))
             keeping.moved(moved)
             self._kept = moved
-            memory.drop_kept()
+            memory.num_kept -= sum(num_bytes for _, num_bytes in taken)
             taken.clear()
+            self._may_move = True
         finally:
-            for block, num_bytes in taken:
-                block.num_kept -= num_bytes
+            _give_back(taken)
         return True
 
     def _moves(
-        self, way_back: LogEntries, memory: Area, taken: list[tuple[Area, int]]
+        self,
+        way_back: LogEntries,
+        memory: Area,
+        wanted: int,
+        taken: list[tuple[Area, int]],
     ) -> list[tuple[Pieces, Pieces]] | None:
-        """Where the way back lies and where it will; None if there is no room for it.
+        """Where the way back lies and where it will; None if the host has no room.
 
         Args:
-            way_back: its entries. Those in host memory stay where they are.
+            way_back: its entries, in the order in which they were taken. Those in host
+                memory stay where they are.
             memory: that beside the weights.
+            wanted: bytes that it shall have left, if so many of the way back are there.
             taken: gets the blocks of which memory was taken, and how much.
 
         """
         moves: list[tuple[Pieces, Pieces]] = []
-        for pieces in way_back.pieces:
-            if not memory.has(pieces.memory):
-                moves.append((pieces, pieces))
-                continue
-            ends, first, start = pieces.ends, 0, 0
-            while first < len(ends):
-                if (block := self._block(int(ends[first]) - start)) is None:
-                    return None
-                # As many stretches as the block has room for.
-                end = int(np.searchsorted(ends, start + block.num_left, side="right"))
-                part = pieces.part(first, end)
-                num_bytes = len(part.memory)
-                moves.append((part, part.at(block.take_kept(num_bytes))))
-                taken.append((block, num_bytes))
-                first, start = end, start + num_bytes
+        for pieces in reversed(way_back.pieces):
+            left = wanted - sum(num_bytes for _, num_bytes in taken)
+            first = end = num = len(pieces.params)
+            if left > 0 and memory.has(pieces.memory):
+                first, end = memory.last_kept(pieces, left)
+            placed = self._placed(pieces, first, end, taken)
+            if placed is None:
+                return None
+            stay = pieces.part(0, first), pieces.part(end, num)
+            before, after = ([(part, part)] * bool(part.params) for part in stay)
+            moves = [*before, *placed, *after, *moves]
         return moves
+
+    def _placed(
+        self, pieces: Pieces, first: int, end: int, taken: list[tuple[Area, int]]
+    ) -> list[tuple[Pieces, Pieces]] | None:
+        """Some stretches, and the same in host memory; None if that has no room."""
+        placed: list[tuple[Pieces, Pieces]] = []
+        ends = pieces.ends
+        start = int(ends[first - 1]) if first else 0
+        while first < end:
+            if (block := self._block(int(ends[first]) - start)) is None:
+                return None
+            # As many stretches as the block has room for.
+            fits = int(np.searchsorted(ends, start + block.num_left, side="right"))
+            part = pieces.part(first, min(fits, end))
+            num_bytes = len(part.memory)
+            placed.append((part, part.at(block.take_kept(num_bytes))))
+            taken.append((block, num_bytes))
+            first, start = min(fits, end), start + num_bytes
+        return placed
 
     def _copy(
         self, moves: Sequence[tuple[Pieces, Pieces]], rest: Callable[[int], None]
     ) -> None:
         """Copy pieces that move; `rest` as in `Keeping`."""
-        num_copied = num_rested = 0
+        num_rested = self._num_copied
         for source, target in moves:
             if source is target:
                 continue
@@ -479,11 +537,11 @@ class ChangeLog:
                 part = source.memory[at : at + MOVE_BYTES]
                 place = target.memory[at : at + MOVE_BYTES]
                 place.copy_(part, non_blocking=True)
-                num_copied += len(part)
-                if num_copied >= num_rested + MOVE_BYTES:
-                    rest(num_copied)
-                    num_rested = num_copied
-        rest(num_copied)
+                self._num_copied += len(part)
+                if self._num_copied >= num_rested + MOVE_BYTES:
+                    rest(self._num_copied)
+                    num_rested = self._num_copied
+        rest(self._num_copied)
 
     def _block(self, num_bytes: int) -> Area | None:
         """Host memory with room for so many bytes; None if there is none."""
@@ -555,6 +613,13 @@ def host_capacity_of(gib: float, num_bytes: int) -> int:
 
     """
     return _aligned(num_bytes // 4 if gib < 0 else int(gib * GIB))
+
+
+def _give_back(taken: list[tuple[Area, int]]) -> None:
+    """Give memory back that was taken for what is kept."""
+    for area, num_bytes in taken:
+        area.num_kept -= num_bytes
+    taken.clear()
 
 
 def _aligned(num_bytes: int) -> int:

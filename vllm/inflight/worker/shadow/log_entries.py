@@ -71,10 +71,9 @@ class Pieces(NamedTuple):
         return np.cumsum(sizes_of(self.rows[:, 2], self.rows[:, 4]))
 
     def part(self, first: int, end: int) -> Pieces:
-        """The stretches from number `first` to `end`; there is one at least."""
-        ends = self.ends
-        start = int(ends[first - 1]) if first else 0
-        memory = self.memory[start : int(ends[end - 1])]
+        """The stretches from number `first` to `end`."""
+        starts = [0, *self.ends.tolist()]
+        memory = self.memory[starts[first] : starts[end]]
         return Pieces(self.params[first:end], self.rows[first:end], memory)
 
     def at(self, memory: torch.Tensor) -> Pieces:
