@@ -37,8 +37,9 @@ LEAST_JUDGED = 0.05
 UPDATE_EVERY_S = 1.0
 LONGEST_TURN_S = 120.0
 HEALTH_S = 8.0
-LOG_GIB = 0.1
-"""Of delta staging: two versions that differ everywhere have room."""
+LOG_GIB = {"delta_gib": 0.004, "delta_host_gib": 0.02}
+"""Of delta staging: a version that differs everywhere has room beside the weights, and
+a part of the way back moves into host memory for the next one."""
 AUDIT_SHARE = 0.15
 """Of the turns after which what is served is compared with a fresh load of files."""
 FAULT_SHARE = 0.35
@@ -79,6 +80,8 @@ def start(folder: Path, ranks: int, backend: str, staging: str) -> Any:
     from tests.support.engines.script import OPTIONS
 
     on_gpu = torch.cuda.is_available()
+    of_log = LOG_GIB if staging == "delta" else {}
+    inflight = {"health_s": HEALTH_S, "staging": staging} | of_log
     own: dict[str, Any] = {
         "dtype": "float32",
         "enforce_eager": not on_gpu,
@@ -88,13 +91,10 @@ def start(folder: Path, ranks: int, backend: str, staging: str) -> Any:
         "tensor_parallel_size": ranks,
         "weight_transfer_config": {"backend": backend},
         "worker_extension_cls": "tests.robustness.soak.rank.Rank",
-        "additional_config": {"inflight": {"health_s": HEALTH_S, "staging": staging}},
+        "additional_config": {"inflight": inflight},
     }
-    if staging == "delta":
-        own["additional_config"]["inflight"]["delta_gib"] = LOG_GIB
-        if not on_gpu:
-            own["worker_extension_cls"] = "tests.robustness.soak.unpacked_rank.Rank"
-
+    if staging == "delta" and not on_gpu:
+        own["worker_extension_cls"] = "tests.robustness.soak.unpacked_rank.Rank"
     if on_gpu:
         # This process has computed on a CPU's threads, and is not to be forked.
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
