@@ -51,12 +51,20 @@ async def generate(request: Request, body: dict[str, Any]) -> Response:
         answer: Response = await whole((engine, rollout, outputs), request)
         return answer
     replies = _replies(engine, rollout, outputs)
+    begun = upstream.with_cancellation(_begun)
     try:
-        first = await anext(replies)  # a rejection still has a status of its own
+        first = await begun(replies, request)
     except (ValueError, upstream.VLLMClientError) as error:
         raise Malformed(str(error)) from None
+    if first is None:
+        return Response()  # nobody reads it: the client has gone
     lines = _stream(first, replies, rollout)
     return StreamingResponse(lines, media_type="text/event-stream")
+
+
+async def _begun(replies: AsyncGenerator[Numbered, None], _: Request) -> Numbered:
+    """The first reply of a stream: a rejection still has a status of its own."""
+    return await anext(replies)
 
 
 async def _whole(
