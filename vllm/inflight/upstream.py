@@ -203,6 +203,7 @@ NAMES = {
     "VLLMClientError": "vllm.exceptions:VLLMClientError",
     "merge_async_iterators": "vllm.utils.async_utils:merge_async_iterators",
     "with_cancellation": "vllm.entrypoints.serve.utils.api_utils:with_cancellation",
+    "load_aware_call": "vllm.entrypoints.serve.utils.api_utils:load_aware_call",
     # front end
     "get_prometheus_registry": "vllm.v1.metrics.prometheus:get_prometheus_registry",
     "NoSignalServer": "vllm.entrypoints.launchers.launcher:NoSignalServer",

@@ -1,4 +1,4 @@
-"""`POST /generate`: a client that has gone has no request any more."""
+"""`POST /generate`: a client that has gone has no request, and is no load."""
 
 import asyncio
 import json
@@ -49,6 +49,7 @@ async def test_a_client_that_goes_before_the_first_token_leaves_no_request(
     add_rollout_routes(router)
     app.include_router(router)
     app.state.engine_client, app.state.args = engine, SimpleNamespace(api_key=None)
+    app.state.enable_server_load_tracking, app.state.server_load_metrics = True, 0
     body = {"input_ids": [1, 2, 3], "stream": streams}
     gone = asyncio.Event()
     messages = iter([{"type": "http.request", "body": json.dumps(body).encode()}])
@@ -69,6 +70,8 @@ async def test_a_client_that_goes_before_the_first_token_leaves_no_request(
     calling = asyncio.create_task(app(scope, receive, send))
     while not engine.num_running:
         await asyncio.sleep(0.01)
+    assert app.state.server_load_metrics == 1
     gone.set()
     await asyncio.wait_for(calling, 30)
     assert not engine.num_running
+    assert app.state.server_load_metrics == 0

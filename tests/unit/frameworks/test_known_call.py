@@ -1,5 +1,6 @@
 """The table of known calls, and how a call is recognised."""
 
+import json
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,6 +104,15 @@ def test_methods_of_one_name_are_told_apart_by_their_parameters() -> None:
         if row.method == name
     }
     assert frameworks == {f: [f] for f in ("verl", "ms-swift", "checkpoint-engine")}
+
+
+@pytest.mark.parametrize(
+    ("version", "label"), [(3, "3"), (0, "0"), ("a", "a"), ("", None), (None, None)]
+)
+def test_a_version_without_a_name_has_no_label(version: Any, label: str | None) -> None:
+    (row,) = (each for each in BUILT_IN if each.method == "receive_weight_update")
+    request = json.dumps({"version": version})
+    assert row.label_of({"request_json": request}) == label
 
 
 def test_every_row_can_end_a_version_or_has_one_that_does() -> None:

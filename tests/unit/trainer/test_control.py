@@ -42,6 +42,7 @@ from vllm.inflight.trainer import (
     PauseLost,
     WaitTimeout,
 )
+from vllm.inflight.trainer.control.pause import Calls
 
 pytestmark = pytest.mark.seconds
 
@@ -339,6 +340,35 @@ async def test_a_pause_whose_task_is_cancelled_does_not_stay(engine):
         await asyncio.wait_for(pause(), 0.3)
     await asyncio.to_thread(until, lambda: engine.bodies(CONTINUE))
     assert engine.pause is None
+
+
+async def test_a_call_that_ends_as_its_task_is_cancelled_is_undone_once():
+    calls, lock, undone = Calls(), threading.Lock(), []
+    has_ended, was_cancelled = threading.Event(), threading.Event()
+
+    class Slow:
+        """A lock that the thread of the call leaves, and stands still behind."""
+
+        def __enter__(self) -> None:
+            lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            lock.release()
+            if threading.current_thread() is threading.main_thread():
+                was_cancelled.set()
+            else:
+                has_ended.set()
+                assert was_cancelled.wait(60)
+
+    calls._lock = Slow()
+    task = asyncio.create_task(calls.run(lambda: None, undo=undone.append))
+    assert await asyncio.to_thread(has_ended.wait, 60)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await calls.settle()  # the thread of the call is over
+    await asyncio.to_thread(until, lambda: undone)
+    assert undone == [None]
 
 
 # ------------------------------------------------------------ several engines

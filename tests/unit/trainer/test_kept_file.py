@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,21 @@ def test_a_file_that_was_cut_off_is_replaced(file: Path, tmp_path: Path) -> None
     kept.close()
     file.write_bytes(file.read_bytes()[:-3])
     assert KeptFile(file).read() is None
+
+
+def test_a_file_of_another_writer_with_odd_offsets_is_replaced(
+    file: Path, tmp_path: Path
+) -> None:
+    entries = {
+        "a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
+        "b": {"dtype": "BF16", "shape": [1], "data_offsets": [1, 3]},
+    }
+    header = json.dumps(entries).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(3))
+    kept = KeptFile(file)
+    assert kept.read() is None
+    taken(kept, tmp_path)  # and nobody has it
+    kept.close()
 
 
 def test_a_publisher_has_its_file_for_itself(file: Path, tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ class KnownCall:
     is_last: Callable[[Arguments], bool] | None = None
     """Whether a `PART` is the last one of its version."""
     label: Callable[[Arguments], str | None] = _never
-    """The version's label, if the call has it; None: `update-<epoch>`."""
+    """The version's label, if the call has it; None or "": `update-<epoch>`."""
     names: Callable[[Arguments], Sequence[str]] = _no_names
     """The names of the tensors that the call brings, if its arguments tell."""
     failure: Callable[[Any], str | None] = _never
@@ -115,6 +115,10 @@ class KnownCall:
     def is_adopted(self) -> bool:
         """Whether such calls become updates, unless something stands against it."""
         return self.role is not Role.IN_PLACE
+
+    def label_of(self, arguments: Arguments) -> str | None:
+        """The version's label; None if a call with these arguments has none."""
+        return self.label(arguments) or None  # no label is empty
 
     def bound(
         self, args: Sequence[object], kwargs: Mapping[str, object]
@@ -159,7 +163,8 @@ class KnownWrite:
         """What a row says of a call with these arguments."""
         is_certain = row.role is Role.IN_PLACE
         is_expected = row.role in (Role.VERSION, Role.PART, Role.COMPLETING)
-        return cls(row.label(arguments), is_certain, is_expected, row.failure)
+        label = row.label_of(arguments)
+        return cls(label, is_certain, is_expected, row.failure)
 
     def failed(self, replies: object) -> EngineFault | None:
         """Why the replies of the ranks mean that the call has failed; None if not."""

@@ -329,9 +329,11 @@ async def _compare(
     try:
         await control.compare(transport, update_info)
     except WeightsMismatch as error:
-        version = (await control.info())["weight_version"]
+        info = await control.info()
+        version, before = info["weight_version"], info["previous"] or {}
         try:
-            reply = await control.rollback()
+            # Not what somebody else commits meanwhile.
+            reply = await control.rollback(before.get("weight_version"))
         except InflightError as refused:
             error.message += f"; version {version!r} stays served: {refused.message}"
         else:

@@ -28,6 +28,19 @@ Numbered = tuple[int, dict[str, Any]]
 
 async def generate(request: Request, body: dict[str, Any]) -> Response:
     """Tokens for one prompt or several, in SGLang's form; a stream on request."""
+    # As upstream's routes: until the reply begins, somebody listens for a client that
+    # goes, and it counts in the server's load.
+    answer = upstream.with_cancellation(upstream.load_aware_call(_answered))
+    reply: Response | None = await answer(body, request)
+    # Nobody reads an empty one: the client has gone.
+    return Response() if reply is None else reply
+
+
+async def _answered(body: dict[str, Any], request: Request) -> Response:
+    """The reply, or a stream whose first reply is known.
+
+    A rejection still has a status of its own then.
+    """
     engine = request.app.state.engine_client
     rollout = read(body, request.headers.get("X-Request-Id") or uuid.uuid4().hex)
     _check(engine, rollout)
@@ -46,38 +59,22 @@ async def generate(request: Request, body: dict[str, Any]) -> Response:
         )
         for ask, prompt, adapter in zip(rollout.asks, prompts, adapters, strict=True)
     ]
-    if not rollout.streams:
-        whole = upstream.with_cancellation(_whole)
-        answer: Response = await whole((engine, rollout, outputs), request)
-        return answer
     replies = _replies(engine, rollout, outputs)
-    begun = upstream.with_cancellation(_begun)
     try:
-        first = await begun(replies, request)
+        if not rollout.streams:
+            return await _whole(rollout, replies)
+        first = await anext(replies)
     except (ValueError, upstream.VLLMClientError) as error:
         raise Malformed(str(error)) from None
-    if first is None:
-        return Response()  # nobody reads it: the client has gone
     lines = _stream(first, replies, rollout)
     return StreamingResponse(lines, media_type="text/event-stream")
 
 
-async def _begun(replies: AsyncGenerator[Numbered, None], _: Request) -> Numbered:
-    """The first reply of a stream: a rejection still has a status of its own."""
-    return await anext(replies)
-
-
-async def _whole(
-    work: tuple[upstream.EngineClient, Rollout, list[Any]], _: Request
-) -> Response:
-    engine, rollout, outputs = work
+async def _whole(rollout: Rollout, replies: AsyncGenerator[Numbered, None]) -> Response:
     last: dict[int, dict[str, Any]] = {}
-    try:
-        async with aclosing(_replies(engine, rollout, outputs)) as replies:
-            async for number, reply in replies:
-                last[number] = reply
-    except (ValueError, upstream.VLLMClientError) as error:
-        raise Malformed(str(error)) from None
+    async with aclosing(replies):
+        async for number, reply in replies:
+            last[number] = reply
     found = [last[number] for number in sorted(last)]
     return JSONResponse(found if rollout.is_list else found[0])
 

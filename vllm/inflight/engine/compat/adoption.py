@@ -479,7 +479,7 @@ class Adoption:
         reply = self._controller.call(
             StartUpdate(
                 update_id=f"adopted-{uuid.uuid4().hex}",
-                weight_version=row.label(call.arguments),
+                weight_version=row.label_of(call.arguments),
                 owner=row.framework,
                 transport="extension",
             )

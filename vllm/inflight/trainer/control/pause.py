@@ -338,9 +338,9 @@ class Calls:
                 result = call()
             except BaseException as error:
                 failure = error
-            with self._lock:
-                is_over = True
-            if is_left and undo is not None:
+            with self._lock:  # else both of them would undo it
+                is_over, was_left = True, is_left
+            if was_left and undo is not None:
                 undo(failure)
             self._running.discard(future)
             if failure is not None:

@@ -65,8 +65,11 @@ class KeptFile:
             with safe_open(self._path, framework="pt"):
                 pass  # the header is one, and the file has all bytes
             tensors = tensors_of_file(owner)
-        except (SafetensorError, KeyError, ValueError, OSError) as error:
-            owner.close()
+        except (
+            *(SafetensorError, KeyError, ValueError, OSError),
+            RuntimeError,  # a tensor that does not begin where its elements may
+        ) as error:
+            _close(owner)
             logger.warning(
                 "%s keeps no version that can be read: %s", self._path, error
             )
