@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -246,6 +247,28 @@ def test_a_notice_that_cannot_be_posted_still_says_that_the_update_failed(
     error = told(board)
     assert isinstance(error, EngineFault)
     assert "the wire is gone" in error.message
+
+
+def test_a_rank_with_more_names_of_others_than_it_can_tell_is_staged_all_the_same(
+    board: StatusBoard, stager: StagingWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts of seven other ranks, and no start checkpoint that knows of them."""
+    names = [
+        f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight_{kind}"
+        for layer in range(60)
+        for expert in range(48, 384)
+        for part in ("gate", "up", "down")
+        for kind in ("packed", "scale", "shape")
+    ]
+
+    def prepared(self: StagingThread, _: object) -> None:
+        self._status = replace(self._status, unfilled=names, state="staged")
+
+    monkeypatch.setattr(StagingThread, "_prepare", prepared)
+    stager.command(1, messages.Prepare())
+    assert not isinstance(told(board), Exception)
+    status = board.read(RANK)
+    assert (status["state"], status.get("unfilled")) == ("staged", None)
 
 
 def test_a_staging_job_that_cannot_be_created_is_reported(

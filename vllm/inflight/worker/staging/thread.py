@@ -741,10 +741,7 @@ class StagingThread(Background):
             unfilled=[] if intake is None else intake.unfilled,
         )
         try:
-            try:
-                self._post()
-            except ValueError:  # there are so many names that they do not fit
-                self._post(named=None, unfilled=None)
+            self._post()
         except BaseException:
             # The rest of the status cannot be posted; that the update failed has to be.
             logger.exception("the status on update %d was not posted", self.serial)
@@ -767,4 +764,8 @@ class StagingThread(Background):
             facts |= self._transport.gauges
         # The thread belongs to this update alone, so its processor time does, too.
         self._status = replace(self._status, cpu_s=time.thread_time(), **facts)
-        self._board.post(self._rank, self._status.to_dict())
+        try:
+            self._board.post(self._rank, self._status.to_dict())
+        except ValueError:  # there are so many names that they do not fit
+            self._status = replace(self._status, named=None, unfilled=None)
+            self._board.post(self._rank, self._status.to_dict())
