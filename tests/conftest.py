@@ -18,8 +18,8 @@ from tests.support.calm.engine_starts import (
     collect_once_per_engine,
     freeze_imports,
     inspect_models_here,
+    leave_helpers_uncompiled,
     override_kernels_once,
-    split_vocabulary_uncompiled,
 )
 from tests.support.shared_engines import renew, require_one
 from tests.support.shared_memory import sweep
@@ -118,7 +118,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     collect_once_per_engine()
     override_kernels_once()
     inspect_models_here()
-    split_vocabulary_uncompiled()
+    leave_helpers_uncompiled()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

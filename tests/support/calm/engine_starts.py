@@ -69,16 +69,20 @@ def inspect_models_here() -> None:
         module._run_in_subprocess = _call
 
 
-def split_vocabulary_uncompiled() -> None:
-    """Have a rank find the tokens of its part of the vocabulary without a compiler.
+def leave_helpers_uncompiled() -> None:
+    """Have vLLM run functions of a few lines as they are, without a compiler.
 
-    The few lines that do are compiled at their first call, in each rank of each engine.
-    A C++ compiler takes ten seconds for that, and the other rank may spin meanwhile.
+    Each is compiled at its first call, in each rank of each engine. A C++ compiler
+    takes ten seconds for that, and the other rank may spin meanwhile. To load what it
+    made for another process takes two.
     """
-    module = sys.modules.get("vllm.model_executor.layers.vocab_parallel_embedding")
-    if module is not None and "vllm.platforms.cpu" in sys.modules:
-        compiled = module.get_masked_input_and_mask
-        module.get_masked_input_and_mask = compiled._torchdynamo_orig_callable
+    if "vllm.platforms.cpu" not in sys.modules:
+        return
+    for place, name in COMPILED:
+        if (module := sys.modules.get(place)) is not None:
+            compiled = getattr(module, name)
+            plain = getattr(compiled, "_torchdynamo_orig_callable", compiled)
+            setattr(module, name, plain)
 
 
 class thawed:
@@ -94,6 +98,15 @@ class thawed:
 FREEZE, UNFREEZE = gc.freeze, gc.unfreeze
 
 COLLECTING = ("vllm.model_executor.model_loader.base_loader", "vllm.utils.gc_utils")
+
+LAYERS = "vllm.model_executor.layers"
+COMPILED = (
+    # The tokens that are in a rank's part of the vocabulary
+    (f"{LAYERS}.vocab_parallel_embedding", "get_masked_input_and_mask"),
+    # The rank of a token among all, for its log probability
+    ("vllm.v1.sample.sampler", "batched_count_greater_than"),
+)
+"""Module, and the function that it calls by that name."""
 
 
 def _call(function: Callable[[], Any]) -> Any:

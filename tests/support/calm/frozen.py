@@ -10,13 +10,13 @@ from vllm.platforms.cpu import CpuPlatform
 
 from tests.support.calm.engine_starts import (
     inspect_models_here,
+    leave_helpers_uncompiled,
     override_kernels_once,
-    split_vocabulary_uncompiled,
 )
 
 override_kernels_once()
 inspect_models_here()
-split_vocabulary_uncompiled()
+leave_helpers_uncompiled()
 if hasattr(CpuPlatform, "register_triton_kernel_overrides"):  # from 0.31 on
     CpuPlatform.register_triton_kernel_overrides()
 gc.collect()
