@@ -90,7 +90,7 @@ def in_thread(act: Callable[[], Any]) -> Callable[[], Any]:
     thread.start()
 
     def joined() -> Any:
-        thread.join(30)
+        thread.join(60)
         return found[0]
 
     return joined

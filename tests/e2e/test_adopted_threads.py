@@ -6,7 +6,6 @@ update, or at its deadline. The memory may have another version by then.
 
 import gc
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from tests.support.frameworks import threaded
 from tests.support.frameworks.core import extended_core
 from tests.support.frameworks.direct import NORM, TENSORS
 from tests.support.frameworks.threaded import HELD, Held
+from tests.support.waiting import until
 from vllm.inflight.errors import Conflict, DeadlineExceeded, InflightError
 from vllm.inflight.frameworks import table
 
@@ -201,16 +201,22 @@ def test_a_load_of_a_thread_that_does_not_end_ends_with_the_deadline_and_is_name
     held: Held,
     folders: dict[str, Path],
     expected: Any,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     before = served(core), state(core)
-    short = replace(core.vllm_inflight.updates._config, update_deadline_s=2.5)
-    with monkeypatch.context() as patch:
-        patch.setattr(core.vllm_inflight.updates, "_config", short)
-        with pytest.raises(DeadlineExceeded) as raised:
-            send(core, "stops in its iterator")
+    result = in_thread(lambda: send(core, "stops in its iterator"))
+    assert held.has_begun.wait(30)
+    active = core.vllm_inflight.updates.ledger.active
+
+    def is_held() -> bool:
+        (rank,) = call(core, "status", update_id=active.update_id)["ranks"]
+        return "held_by" in rank
+
+    until(is_held)
+    active.deadline = 0.0
+    error = result()
+    assert isinstance(error, DeadlineExceeded)
     why = f"rank 0 waits for {held.threads[0].name}, a thread of tests_send, which is"
-    assert why in str(raised.value) and "tensors" in str(raised.value)
+    assert why in str(error) and "tensors" in str(error)
     assert (served(core), state(core)) == before
     publish(core, folders["new"], "new")
     assert state(core) == expected

@@ -146,9 +146,10 @@ def test_a_pause_that_an_operator_ends_is_lost(client: ControlClient) -> None:
 
 
 def test_a_pause_that_is_not_renewed_ends_by_itself(client: ControlClient) -> None:
-    client.pause("abort", lease_s=0.5)
+    client.pause("abort", lease_s=600)
     with pytest.raises(PauseConflict):
         client.pause("in_place")
+    client.pause("abort", lease_s=0.5)
     until(lambda: not client.is_paused())
 
 

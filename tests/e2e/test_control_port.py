@@ -70,7 +70,7 @@ def test_the_servers_own_port_has_no_control_route(
     path = route[1].replace("{update_id}", "u")
     for key in (KEY, API_KEY):
         headers = {"Authorization": f"Bearer {key}"}
-        reply = httpx.request(route[0], server.url + path, headers=headers)
+        reply = httpx.request(route[0], server.url + path, headers=headers, timeout=60)
         assert reply.status_code in (401, 404), reply.text
 
 
@@ -97,7 +97,7 @@ def test_the_control_port_asks_for_the_admin_key(
     server: Server, key: str | None, status: int
 ) -> None:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    reply = httpx.get(server.control + "/weight_info", headers=headers)
+    reply = httpx.get(server.control + "/weight_info", headers=headers, timeout=60)
     assert reply.status_code == status
 
 

@@ -110,7 +110,7 @@ def test_a_server_that_was_killed_and_started_again_gets_the_next_version(
     def served(server: Server) -> str:
         return str(server.client.get("/weight_info").json()["digest"])
 
-    with Publisher(urls, lambda: weights, timeout_s=10) as to, ExitStack() as again:
+    with Publisher(urls, lambda: weights, timeout_s=30) as to, ExitStack() as again:
 
         def published(is_delta: bool) -> None:
             nonlocal weights

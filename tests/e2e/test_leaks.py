@@ -107,7 +107,7 @@ def threads() -> set[threading.Thread]:
 def settle() -> None:
     """Wait until the threads of the last update have ended; what is free goes back."""
     for thread in threads():
-        thread.join(timeout=10)
+        thread.join(timeout=60)
     ctypes.CDLL(None).malloc_trim(0)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.test_http_spans import metric
 from tests.support.event_stream import events
 from tests.support.serving import Server
 from tests.support.waiting import until
@@ -400,13 +401,16 @@ def test_a_stream_that_is_rejected_has_the_status_of_its_error(server: Server) -
 
 def test_a_client_that_leaves_ends_its_requests(server: Server) -> None:
     body = {"input_ids": PROMPT, "sampling_params": LONG}
+    before = metric(server, "generation_tokens_total")
     server.post_and_leave("/generate", body)
     until(lambda: load(server)["num_total_reqs"] == 0)
     with server.client.stream(
         "POST", "/generate", json=body | {"stream": True}
     ) as reply:
         next(events(reply))
-    until(lambda: load(server)["num_total_reqs"] == 0, seconds=3)
+    until(lambda: load(server)["num_total_reqs"] == 0)
+    sampled = metric(server, "generation_tokens_total") - before
+    assert sampled < LONG["max_new_tokens"], "they ran to their end"
 
 
 # ------------------------------------------------------------- aborts and updates

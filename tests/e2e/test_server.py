@@ -256,7 +256,10 @@ def test_upstreams_pause_and_resume_keep_their_names_and_replies(
 def test_control_routes_need_their_key(
     running: Server, route: str, headers: dict[str, str], status: int
 ) -> None:
-    assert httpx.get(running.url + route, headers=headers).status_code == status
+    assert (
+        httpx.get(running.url + route, headers=headers, timeout=60).status_code
+        == status
+    )
 
 
 def test_every_rejection_has_its_status_and_its_code(server: Server, new: Path) -> None:

@@ -227,7 +227,7 @@ def test_no_update_and_no_group_begins_while_a_group_waits_for_its_trainer(
         status, message = door.refused(path, **body)
         assert (status, "destroy_weights_update_group" in message) == (409, True)
     door.post("/destroy_weights_update_group")
-    _, message = joining.result(timeout=20)
+    _, message = joining.result(timeout=60)
     assert "shut down" in message or "cancelled" in message
     door.post("/update_weights_from_disk", model_path=str(folders["new"]))
 

@@ -111,11 +111,9 @@ def test_a_pause_does_not_wait_for_a_trainer_that_fell_silent(
         with trainer(new) as far:
             sending = far.fall_silent(new)
             serving.has_decoded()
-            began = time.monotonic()
             assert llm.pause_generation(mode=mode, flush_cache=False)["paused"]
-            took = time.monotonic() - began
-            print(f"\npaused after {1e3 * took:.1f} ms")
-            assert took < 5.0
+            active = llm.weight_update_status()["active"]
+            assert active["phase"] == "staging", "the pause has waited for its end"
             llm.continue_generation()
             serving.has_decoded()
             llm.abort_weight_update()

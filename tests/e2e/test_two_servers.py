@@ -134,7 +134,7 @@ def test_one_api_server_commits_what_the_other_has_staged(
 
 def test_both_api_servers_get_requests(server: Server) -> None:
     """Otherwise none of the above shows anything."""
-    lines = httpx.get(f"{server.url}/metrics").text
+    lines = httpx.get(f"{server.url}/metrics", timeout=60).text
     assert "vllm:" in lines
     log = server.log()
     assert all(f"ApiServer_{index}" in log for index in (0, 1))

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 from vllm.v1.engine.core import EngineCore
 
-from tests.support.engines.bare_core import Streams, add, call, prompt, request
+from tests.support.engines.bare_core import (
+    Streams,
+    add,
+    call,
+    end_lease,
+    prompt,
+    request,
+)
 from tests.support.simulated.core import (
     assert_told_truly,
     publish_weights,
@@ -304,8 +311,9 @@ def test_a_pause_whose_lease_runs_out_was_absorbed_to_its_end(
 ) -> None:
     streams = started(core)
     expired = call(core, "paused")["leases_expired"]
-    answered(ask(core, "pause", mode="in_place", lease_s=0.2, owner="trainer"))
+    answered(ask(core, "pause", mode="in_place", lease_s=600, owner="trainer"))
     assert call(core, "paused")["owner"] == "trainer"
+    end_lease(core)
 
     def has_ended() -> bool:
         streams.step()
@@ -319,9 +327,11 @@ def test_a_pause_whose_lease_runs_out_was_absorbed_to_its_end(
 
 def test_the_lease_of_a_pause_that_took_force_still_ends_it(core: EngineCore) -> None:
     streams = started(core)
-    answered(ask(core, "pause", mode="in_place", lease_s=0.5))
+    answered(ask(core, "pause", mode="in_place", lease_s=600))
     settled(streams, worker_call(core))
     assert is_frozen(core, streams)
+    assert 0 < call(core, "paused")["lease_left_s"] <= 600
+    end_lease(core)
 
     def goes_on() -> bool:
         streams.step()

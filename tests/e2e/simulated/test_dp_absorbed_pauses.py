@@ -97,7 +97,7 @@ def test_a_call_that_needs_the_pause_comes_when_both_stand_still(
 
     answers = [called(both, rank, note) for rank in range(NUM_ENGINES)]
     for answer in answers:
-        assert not isinstance(answer.result(timeout=20), Exception)
+        assert not isinstance(answer.result(timeout=60), Exception)
     assert seen == [(True, 0)] * NUM_ENGINES
     assert [state["absorbed"] for state in states(both)] == [False, False]
     assert [state["is_paused"] for state in states(both)] == [True, True]
@@ -120,8 +120,8 @@ def test_a_continue_that_overtakes_the_force_on_one_engine_lets_both_go_on(
     answer = called(mixture, early, seen.append)
     until(lambda: mixture.cores[early].vllm_inflight.pauses.absorption.is_settling)
     replies = [later(mixture, rank, "resume") for rank in (1 - early, early)]
-    assert all(not each.result(timeout=20)["ok"]["paused"] for each in replies)
-    assert "decoding went on" in str(answer.result(timeout=20))
+    assert all(not each.result(timeout=60)["ok"]["paused"] for each in replies)
+    assert "decoding went on" in str(answer.result(timeout=60))
     assert not seen
     mixture.finish()
     assert set(mixture.ends.values()) == {"length"}
@@ -141,7 +141,7 @@ def test_the_force_of_one_engine_alone_ends_with_that_of_the_other(
     mixture.ask(
         1, lambda core: core.vllm_inflight.pauses.absorption.enforce(Need.NO_UPDATE)
     )
-    first.result(timeout=20)
+    first.result(timeout=60)
     assert len(seen) == 1
     asyncio.run(Control(mixture).resume())
     mixture.finish()

@@ -136,7 +136,7 @@ def slept(both: Together, level: int) -> None:
     for core in both.cores:
         core.vllm_config.model_config.enable_sleep_mode = True
     for asleep in both.of_both(lambda core: core.sleep(level, "keep")):
-        asleep.result(timeout=20)
+        asleep.result(timeout=60)
 
 
 def test_a_commit_where_weights_were_gone_lets_decoding_go_on(both: Together) -> None:
@@ -159,10 +159,10 @@ def test_a_request_that_arrives_before_both_engines_continue_starts_neither(
         both.control("pause", mode="in_place")
     slept(both, level)
     both.of_both(lambda core: core.wake_up())
-    both.ask(0, lambda core: add(core, "r0", prompt(0))).result(timeout=20)
+    both.ask(0, lambda core: add(core, "r0", prompt(0))).result(timeout=60)
     # As the coordinator does when it hears of the request.
     wave = EngineCoreRequestType.START_DP_WAVE, (both.cores[1].current_wave, 0)
-    both.ask(1, lambda core: core._handle_client_request(*wave)).result(timeout=20)
+    both.ask(1, lambda core: core._handle_client_request(*wave)).result(timeout=60)
     assert not any(core.engines_running for core in both.cores)
     if level == 1:
         both.control("resume")
@@ -180,7 +180,7 @@ def test_requests_that_drain_under_a_pause_go_on_after_waking_up(
     both.start(1, 0)
     both.of_both(lambda core: core.inflight("pause", {"mode": "wait"}))
     for asleep in both.of_both(lambda core: core.sleep(0, "keep")):
-        asleep.result(timeout=20)
+        asleep.result(timeout=60)
     both.of_both(lambda core: core.wake_up())
     assert all(state["ok"]["is_paused"] for state in both.control("paused"))
     first, second = both.finish()
@@ -200,15 +200,15 @@ def test_both_engines_agree_on_each_of_two_successive_pauses(
         return core.sleep(0, "keep")
 
     both.start(1, 0)
-    sleeping = [both.ask(hasty, pause_and_sleep).result(timeout=20)]
-    both.ask(1 - hasty, pause).result(timeout=20)
+    sleeping = [both.ask(hasty, pause_and_sleep).result(timeout=60)]
+    both.ask(1 - hasty, pause).result(timeout=60)
     agreed = both.cores[1 - hasty]
     until(lambda: not agreed.pending_pause)
     time.sleep(10 * LAG_S)  # as long as they could have met again
     sleep = both.ask(1 - hasty, lambda core: core.sleep(0, "keep"))
-    sleeping.append(sleep.result(timeout=20))
+    sleeping.append(sleep.result(timeout=60))
     for asleep in sleeping:
-        asleep.result(timeout=20)
+        asleep.result(timeout=60)
     both.of_both(lambda core: core.wake_up())
     first, second = both.finish()
     assert first == second
@@ -235,11 +235,11 @@ def test_continuing_right_after_waking_up_is_continuing(both: Together) -> None:
 def test_an_aborted_update_cancels_its_pending_commit(both: Together) -> None:
     both.start(2, 2)
     both.stage(1)
-    asked = both.ask(0, lambda core: core.inflight("commit", {})).result(timeout=20)
-    refused = both.ask(0, lambda core: core.inflight("rollback", {})).result(timeout=20)
+    asked = both.ask(0, lambda core: core.inflight("commit", {})).result(timeout=60)
+    refused = both.ask(0, lambda core: core.inflight("rollback", {})).result(timeout=60)
     assert refused["error"]["code"] == "wrong_phase"
     both.control("abort")
-    assert asked.result(timeout=20)["error"]["code"] == "wrong_phase"
+    assert asked.result(timeout=60)["error"]["code"] == "wrong_phase"
     both.stage(2)
     assert all("ok" in r for r in both.control("commit", LAG_S, weight_version="two"))
     first, second = both.finish()
@@ -249,7 +249,7 @@ def test_an_aborted_update_cancels_its_pending_commit(both: Together) -> None:
 def test_a_reload_that_one_engine_rejects_runs_on_none(both: Together) -> None:
     both.start(2, 2)
     both.stage(1)
-    both.ask(1, lambda core: call(core, "abort")).result(timeout=20)
+    both.ask(1, lambda core: call(core, "abort")).result(timeout=60)
     replies = both.control("commit", LAG_S)
     assert [r["error"]["code"] for r in replies] == ["engine_fault"] * 2
     both.control("abort")
@@ -259,7 +259,7 @@ def test_a_reload_that_one_engine_rejects_runs_on_none(both: Together) -> None:
     def commit(core: Any) -> Any:
         return core.inflight("commit", {"expect_version": expecting[core.dp_rank]})
 
-    answers = [answer.result(timeout=20) for answer in both.of_both(commit)]
+    answers = [answer.result(timeout=60) for answer in both.of_both(commit)]
     assert [a["error"]["code"] for a in answers] == ["engine_fault", "version_conflict"]
     assert labels(both) == ["default", "default"]
     first, second = both.finish()
@@ -282,7 +282,7 @@ def test_engines_skip_the_commit_agreement_if_one_engine_cannot_be_updated(
     both.cores[1].vllm_inflight.ranks.reason = "the test says so"
     both.start(1, 1)
     both.ask(0, lambda core: core.vllm_inflight.dp_commit.arm("anything", dict)).result(
-        timeout=20
+        timeout=60
     )
     both.finish()
     assert sorted(met) == [0, 1]
@@ -305,10 +305,10 @@ def test_a_commit_fails_in_time_if_it_did_not_reach_every_engine(
     monkeypatch.setattr(dp_commit, "PATIENCE_S", 0.2)
     both.start(2, 2)
     both.stage(1)
-    asked = both.ask(0, lambda core: core.inflight("commit", {})).result(timeout=20)
-    again = both.ask(0, lambda core: core.inflight("commit", {})).result(timeout=20)
+    asked = both.ask(0, lambda core: core.inflight("commit", {})).result(timeout=60)
+    again = both.ask(0, lambda core: core.inflight("commit", {})).result(timeout=60)
     for answer in (asked, again):
-        message = answer.result(timeout=20)["error"]["message"]
+        message = answer.result(timeout=60)["error"]["message"]
         assert "did not reach every data-parallel engine" in message
     monkeypatch.undo()
     assert all("ok" in r for r in both.control("commit", weight_version="one"))
@@ -318,15 +318,15 @@ def test_a_commit_fails_in_time_if_it_did_not_reach_every_engine(
 def test_two_engines_that_got_different_calls_make_neither(both: Together) -> None:
     both.start(2, 2)
     both.stage(1)
-    commit = both.ask(0, lambda core: core.inflight("commit", {})).result(timeout=20)
+    commit = both.ask(0, lambda core: core.inflight("commit", {})).result(timeout=60)
 
     def other(core: Any) -> Any:
         return core.vllm_inflight.dp_commit.arm("something else", dict)
 
-    armed = both.ask(1, other).result(timeout=20)
+    armed = both.ask(1, other).result(timeout=60)
     with pytest.raises(Exception, match="got different calls"):
-        armed.result(timeout=20)
-    assert commit.result(timeout=20)["error"]["code"] == "engine_fault"
+        armed.result(timeout=60)
+    assert commit.result(timeout=60)["error"]["code"] == "engine_fault"
     assert labels(both) == ["default", "default"]
     both.finish()
 
@@ -356,7 +356,7 @@ def outcome(answer: Any) -> Any:
     if not isinstance(answer, Future):
         return answer
     try:
-        return answer.result(timeout=20)
+        return answer.result(timeout=60)
     except Exception as error:
         return error
 
@@ -400,7 +400,7 @@ def test_no_engine_decodes_after_a_reload_that_fails_on_one_engine(
 
 def test_a_reload_that_one_engine_rejects_writes_on_no_engine(both: Together) -> None:
     both.start(1, 1)
-    both.ask(1, lambda core: call(core, "start", transport="local")).result(timeout=20)
+    both.ask(1, lambda core: call(core, "start", transport="local")).result(timeout=60)
     answers = reload(both, LAG_S)
     assert isinstance(answers[0], Conflict)
     assert "another data-parallel engine" in str(answers[0])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from vllm.v1.engine import EngineCoreRequestType
 
-from tests.support.engines.bare_core import add, prompt
+from tests.support.engines.bare_core import add, end_lease, prompt
 from tests.support.simulated.dp_engines import NUM_ENGINES, Together
 from tests.support.waiting import until
 from vllm.inflight.api.control.control import Control
@@ -64,16 +64,10 @@ def ends(both: Together, name: str) -> set[tuple[int, str]]:
     return {(len(both.stamps[each]), both.ends[each]) for each in names}
 
 
-def shorten(core: Any) -> None:
-    """Let the lease of this engine run out now."""
-    held = core.vllm_inflight.pauses._lease
-    held.take(held.owner, 0.0)
-
-
 def run_out(both: Together, rank: int) -> None:
     """The lease of this engine ends, and that of the other one does not yet."""
     core = both.cores[rank]
-    both.ask(rank, shorten).result(timeout=20)
+    both.ask(rank, end_lease).result(timeout=60)
     until(
         lambda: (
             core.vllm_inflight.dp_commit.is_to_continue
@@ -169,7 +163,7 @@ def test_a_renewal_that_races_with_lease_expiry_takes_effect_on_both_engines(
     run_out(mixture, early)
     renewed = [first, later(mixture, early, "pause", **body)]
     for reply in renewed:
-        assert reply.result(timeout=20)["ok"]["num_aborted"] == 0
+        assert reply.result(timeout=60)["ok"]["num_aborted"] == 0
     for state in states(mixture):
         assert state["is_paused"] is True
         assert 30 < state["lease_left_s"] <= 60
@@ -187,7 +181,7 @@ def test_continuing_as_a_lease_runs_out_lets_both_go_on(
     pause(mixture, "in_place", LONG_S)
     run_out(mixture, early)
     answers = [later(mixture, rank, "resume") for rank in (1 - early, early)]
-    assert all(not a.result(timeout=20)["ok"]["paused"] for a in answers)
+    assert all(not a.result(timeout=60)["ok"]["paused"] for a in answers)
     mixture.finish()
     assert set(mixture.ends.values()) == {"length"}
 
@@ -202,12 +196,12 @@ def test_a_commit_that_races_with_lease_expiry_leaves_no_engine_waiting(
     pause(mixture, "in_place", LONG_S)
     first = later(mixture, 1 - early, "commit", weight_version="one")
     run_out(mixture, early)
-    refused = first.result(timeout=20)["error"]
+    refused = first.result(timeout=60)["error"]
     assert refused["code"] == "engine_fault"
     assert "got different calls" in refused["message"]
     paused = [core.is_scheduler_paused() for core in mixture.cores]
     assert paused == [True, True], "one alone went on"
-    mixture.ask(1 - early, shorten)  # it is due there too
+    mixture.ask(1 - early, end_lease)  # it is due there too
     until(lambda: are_paused(mixture) == {False}, "they did not go on")
     replies = mixture.control("commit", weight_version="one")
     assert [reply["ok"]["weight_version"] for reply in replies] == ["one", "one"]
@@ -228,7 +222,7 @@ def test_a_commit_is_rejected_while_a_continue_is_pending(
 
     asked = mixture.of_both(both_at_once)
     for going_on, commit in asked:
-        assert going_on.result(timeout=20)["ok"]["paused"] is False
+        assert going_on.result(timeout=60)["ok"]["paused"] is False
         assert commit["error"]["code"] == "wrong_phase"
         assert "about to continue" in commit["error"]["message"]
     mixture.control("abort")
@@ -247,11 +241,11 @@ def test_a_continue_returns_at_once_on_an_engine_that_is_not_paused(
         add(core, "r0", prompt(0))
         core.engines_running = True
 
-    mixture.ask(0, begin).result(timeout=20)
+    mixture.ask(0, begin).result(timeout=60)
     idle = later(mixture, 1, "resume")
-    assert idle.result(timeout=20)["ok"]["paused"] is False
+    assert idle.result(timeout=60)["ok"]["paused"] is False
     wave = EngineCoreRequestType.START_DP_WAVE, (mixture.cores[1].current_wave, 0)
-    mixture.ask(1, lambda core: core._handle_client_request(*wave)).result(timeout=20)
+    mixture.ask(1, lambda core: core._handle_client_request(*wave)).result(timeout=60)
     mixture.finish()
     assert (len(mixture.stamps["r0"]), mixture.ends["r0"]) == (NUM_TOKENS, "length")
 
@@ -266,7 +260,7 @@ def test_a_lease_that_ends_while_requests_drain_ends_the_pause(
     ]
     arrive(mixture, "late")
     for each in waiting:
-        assert each.result(timeout=20)["error"]["code"] == "pause_conflict"
+        assert each.result(timeout=60)["error"]["code"] == "pause_conflict"
     assert are_paused(mixture) == {False}
     assert not mixture.ends, "they ran to their end before"
     mixture.finish()

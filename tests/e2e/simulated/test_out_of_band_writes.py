@@ -132,7 +132,7 @@ def test_an_out_of_band_write_ends_a_waiting_commit(
     commit = core.inflight("commit", {"mode": "wait"})
     core.collective_rpc("tests_write", args=(2,))
     streams.step(2)
-    error = commit.result(timeout=5)["error"]
+    error = commit.result(timeout=60)["error"]
     assert error["code"] == "update_in_progress" and "tests_write" in error["message"]
     streams.run()
     label = call(core, "info")["weight_version"]

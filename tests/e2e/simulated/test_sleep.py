@@ -81,7 +81,7 @@ def test_a_sleep_ends_a_waiting_commit_and_leaves_the_engine_paused(
     add(core, "arrives", prompt(2))
     num_before = sum(map(len, streams.tokens.values()))
     streams.step(20)
-    assert commit.result(timeout=5)["error"]["code"] == "engine_asleep"
+    assert commit.result(timeout=60)["error"]["code"] == "engine_asleep"
     assert core.is_scheduler_paused()
     assert sum(map(len, streams.tokens.values())) == num_before
     core.wake_up()

@@ -77,7 +77,7 @@ def test_upstreams_phases_flip_between_two_steps(client: Any, stepping: Slow) ->
     for weights in (1, 2, 3):
         client.collective_rpc("start_weight_update")
         client.collective_rpc("update_weights", args=({"weights": weights},))
-        assert stepping.in_step.wait(10)
+        assert stepping.in_step.wait(60)
         client.collective_rpc("finish_weight_update")
     assert (stepping.live, stepping.torn) == (3, [])
 
@@ -94,6 +94,6 @@ def test_a_new_label_comes_between_two_steps(
 
     monkeypatch.setattr(state, "serve", noted)
     for label in ("one", "two", "three"):
-        assert stepping.in_step.wait(10)
+        assert stepping.in_step.wait(60)
         client.set_weight_version(label)
     assert (client.get_weight_version(), stepping.torn) == ("three", [])

@@ -72,7 +72,7 @@ def caches_cleared(site: Site) -> Seen:
     """Two updates under a running request: caches are cleared, and they are not."""
 
     def metric(name: str) -> float:
-        text = httpx.get(site.server.url + "/metrics").text
+        text = httpx.get(site.server.url + "/metrics", timeout=60).text
         lines = (line for line in text.splitlines() if line.startswith(name + "{"))
         return sum(float(line.split()[-1]) for line in lines)
 

@@ -17,9 +17,9 @@ from tests.support.serving import Server
 KEY = "a-key-of-the-tests"
 NEVER_S = 3600
 """How long a trainer that has died takes over a tensor."""
-PATIENCE_S = 12.0
+PATIENCE_S = 30.0
 """After which a client gives up waiting for a reply."""
-DEADLINE_S = 2
+DEADLINE_S = 5
 """Of updates whose trainer dies, where an engine knows of deadlines."""
 LEASE_S = 5
 """Of pauses, where an engine knows of leases."""
@@ -130,7 +130,7 @@ class Site:
     def lives(self) -> bool:
         """Whether it still is there after a moment, and answers a request."""
         time.sleep(1)
-        return isinstance(self.tokens(wait_s=10), list)
+        return isinstance(self.tokens(wait_s=PATIENCE_S), list)
 
     def tidy(self) -> None:
         """Leave nothing open, and serve what was served in the beginning."""

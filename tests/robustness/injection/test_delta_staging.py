@@ -172,7 +172,7 @@ def test_a_fault_within_the_swap_ends_the_engine_and_every_caller_is_told(
     family = [psutil.Process(server.pid)]
     family += family[0].children(recursive=True)
     answers: list[Answer] = []
-    with Publisher(server.url, lambda: weights, timeout_s=15) as to:
+    with Publisher(server.url, lambda: weights, timeout_s=30) as to:
         to.publish(version="whole")
         weights = stepped(weights, 1, share=0.2)
         if point == "undo":
@@ -220,7 +220,7 @@ def test_an_engine_with_a_killed_rank_ends_and_says_nothing_of_a_mixture(
 ) -> None:
     """At `undo`, a rank is killed in the middle of the swap of a rollback."""
     known, weights = names(), load_file(old / "model.safetensors")
-    with Publisher(server.url, lambda: weights, timeout_s=15) as to:
+    with Publisher(server.url, lambda: weights, timeout_s=30) as to:
         to.publish(version="whole")
         first = generate(server, max_tokens=NUM_TOKENS)["token_ids"]
         weights = stepped(weights, 1, share=0.2)

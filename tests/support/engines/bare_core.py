@@ -21,6 +21,12 @@ def call(core: EngineCore, method: str, **body: Any) -> Any:
     return answer["ok"]
 
 
+def end_lease(core: EngineCore) -> None:
+    """Let the lease of a pause run out now."""
+    held = core.vllm_inflight.pauses._lease
+    held.take(held.owner, 0.0)
+
+
 def publish(core: EngineCore, folder: Path, label: str, **commit: Any) -> Any:
     """Stage a checkpoint and commit it."""
     stage(core, folder)

@@ -149,7 +149,7 @@ class Together:
         for rank in range(NUM_ENGINES):
             asked.append(self.ask(rank, act))
             time.sleep(lag_s)
-        return [future.result(timeout=20) for future in asked]
+        return [future.result(timeout=60) for future in asked]
 
     def start(self, *counts: int) -> None:
         """So many requests for each engine, of 150 tokens; both begin to step."""
@@ -177,7 +177,7 @@ class Together:
     def control(self, method: str, lag_s: float = 0.0, **body: Any) -> list[Any]:
         """The answers of both engines to a control call, whenever they come."""
         answers = self.of_both(lambda core: core.inflight(method, dict(body)), lag_s)
-        return [a.result(timeout=20) if isinstance(a, Future) else a for a in answers]
+        return [a.result(timeout=60) if isinstance(a, Future) else a for a in answers]
 
     def control_apart(self, method: str, **body: Any) -> None:
         """Ask the first, and the second once the first is some steps further."""
@@ -185,11 +185,11 @@ class Together:
         def act(core: Any) -> Any:
             return core.inflight(method, dict(body))
 
-        self.ask(0, act).result(timeout=20)
+        self.ask(0, act).result(timeout=60)
         forwards = self.cores[0].model_executor.forwards
         num_before = len(forwards)
         until(lambda: len(forwards) > num_before + 2 * SYNC_INTERVAL)
-        self.ask(1, act).result(timeout=20)
+        self.ask(1, act).result(timeout=60)
 
     @property
     def num_engines(self) -> int:
@@ -246,7 +246,7 @@ class Together:
             core.shutdown_state = EngineShutdownState.SHUTTING_DOWN
             core.input_queue.put((EngineCoreRequestType.WAKEUP, None))
         for core, thread in zip(self.cores, self._threads, strict=True):
-            thread.join(timeout=10)
+            thread.join(timeout=60)
             core.shutdown()
 
 

@@ -91,7 +91,7 @@ def sending(
     ended = in_background(lambda: messages(Sender(socket)))
     try:
         yield address
-        ended.result(timeout=10)
+        ended.result(timeout=60)
     finally:
         socket.close()
         context.term()

@@ -55,6 +55,9 @@ NAMES = "/weight_names"
 UNKNOWN = {"digest": None, "step": None}
 """Facts of a version that this engine may lack, and no real one."""
 
+HELD_S = 120.0
+"""That a held reply is late at most: who waits for one is still there then."""
+
 DROP, LOSE, STARTING, PAGE = "drop", "lose", "starting", "page"
 """The connection breaks before the call, or after it; 503; a page of HTML."""
 
@@ -216,7 +219,7 @@ class StandIn:
             return
         time.sleep(self.delays.get(path, 0))
         if path in self.held:
-            self.held[path].wait(20)
+            self.held[path].wait(HELD_S)
         text = json.dumps(reply).encode()
         if path in self.trickles:
             for _ in range(100):
@@ -340,7 +343,7 @@ class StandIn:
                 raise WeightsMismatch(f"unknown: {name}", tensors=[name])
             time.sleep(self.delays.get("tensor", 0))
             if "tensor" in self.held:
-                self.held["tensor"].wait(20)
+                self.held["tensor"].wait(HELD_S)
             self._bytes += tensor.nbytes
         before = self._staged if update.num_chunks else {}
         own = {name: tensor.clone() for name, tensor in staged.items()}

@@ -40,7 +40,7 @@ class StoreTrainer:
     def end(self) -> None:
         """Send nothing any more."""
         self._tensors.put(None)
-        self._ended.result(timeout=10)
+        self._ended.result(timeout=60)
 
     def _run(self) -> None:
         group = StatelessProcessGroup.create(

@@ -200,9 +200,7 @@ def test_an_entry_that_cannot_be_written_is_reported_and_blocks_nothing(
     (folder / "served.json").unlink()
     folder.rmdir()
     noting.note(Version("v1", 1), ())
-    deadline = time.monotonic() + 10
-    while noting.told()["error"] is None and time.monotonic() < deadline:
-        time.sleep(0.01)
+    until(lambda: noting.told()["error"], "it does not tell that it could not write")
     assert "No such file" in noting.told()["error"]
     folder.mkdir()
     noting.note(Version("v2", 2), ())

@@ -22,7 +22,7 @@ def test_an_expired_lease_is_retried_until_decoding_goes_on(
 
     held = Lease(lambda call: call(), go_on)
     held.take("trainer", 0.01)
-    assert went_on.wait(10)
+    assert went_on.wait(60)
     deadline = threading.Event()
     while held.owner is not None and not deadline.wait(0.01):
         pass

@@ -112,7 +112,7 @@ def test_a_rejection_waits_for_those_of_other_ranks_up_to_a_limit(ranks, monkeyp
             with pytest.raises(TimeoutError):
                 answer.result(timeout=0.1)
             posted[1] = late
-        error = answer.exception(timeout=10)
+        error = answer.exception(timeout=60)
         assert isinstance(error, WeightsMismatch)
         assert error.causes == causes
         watch.close()

@@ -76,15 +76,25 @@ def stopped_at_once(looks: list[SimpleNamespace], least_s: float) -> bool:
 
 @pytest.fixture
 def leaping(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Whenever a publisher waits to try again, its clock leaps instead: the leaps."""
+    """Whenever somebody waits to try again, the clock leaps instead: the leaps.
+
+    It stands still otherwise, so a slow machine makes as many tries as a fast one.
+    """
     leaps: list[float] = []
 
     def leap(_: PublishQueue, seconds: float) -> bool:
         leaps.append(seconds)
         return False
 
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(leaps))
+    def pause(self: retry.RetryBudget, seconds: float, waits_for: str = "") -> bool:
+        self.note(waits_for)
+        leaps.append(min(seconds, self.left()))
+        return self.left() > 0
+
+    began = time.monotonic()
+    clock = SimpleNamespace(monotonic=lambda: began + sum(leaps))
     monkeypatch.setattr(PublishQueue, "give_way", leap)
+    monkeypatch.setattr(retry.RetryBudget, "pause", pause)
     monkeypatch.setattr(retry, "time", clock)
     return leaps
 

@@ -238,16 +238,16 @@ def test_a_publish_that_was_not_read_at_close_is_dropped(engine):
 
     def source():
         reading.set()
-        read_on.wait(20)
+        read_on.wait(60)
         return weights()
 
     to = publisher(engine, source)
     publishing = in_background(to.publish)
-    assert reading.wait(20)
+    assert reading.wait(60)
     to.close()
     read_on.set()
     with pytest.raises(RuntimeError, match="the publisher is closed"):
-        publishing.result(20)
+        publishing.result(60)
     assert engine.calls == [] and parcels() == set()
 
 
@@ -262,7 +262,7 @@ def test_a_publish_rejected_after_close_does_not_replace_the_waiting_one(engine)
     with pytest.raises(RuntimeError, match="closed"):
         to.publish("too late")
     engine.held[UPDATE].set()
-    closing.result(20)
+    closing.result(60)
     assert not last.result().skipped
     assert engine.version["weight_version"] == "last"
 

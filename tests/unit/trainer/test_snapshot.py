@@ -220,7 +220,7 @@ def test_the_sweep_of_leftover_snapshots_does_not_wait_for_a_pipe():
     pipe = SHARED_MEMORY / f"{room.PREFIX}pipe-{os.getpid()}"
     os.mkfifo(pipe)
     try:
-        in_background(sweep).result(timeout=10)
+        in_background(sweep).result(timeout=60)
     finally:
         with suppress(FileNotFoundError):
             pipe.unlink()

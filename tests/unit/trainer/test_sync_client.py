@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,7 +33,6 @@ from vllm.inflight.errors import (
 from vllm.inflight.trainer import ServerClient
 from vllm.inflight.trainer.http_client import HttpEngine
 from vllm.inflight.trainer.retry import RetryBudget
-from vllm.inflight.trainer.sync_client import CLOSING_S
 
 INIT = "/init_weight_transfer_engine"
 
@@ -131,7 +129,7 @@ def test_a_reply_that_comes_after_the_next_update_has_begun_does_not_count(
     until(lambda: engine.version["epoch"] == 1)
     client.start_weight_update()
     engine.held[UPDATE].set()
-    late.result(timeout=20)
+    late.result(timeout=60)
     client.update_weights({"part": 0})
     assert engine.bodies(UPDATE)[-1]["chunk"] == 0
     client.finish_weight_update()
@@ -329,10 +327,10 @@ def test_an_abort_before_a_start_spends_the_budget_of_that_start(engine, monkeyp
     assert aborts[0].args[-1] is starts[1].args[-1]
 
 
-def test_a_client_of_an_unreachable_server_closes_at_once():
+def test_a_client_of_an_unreachable_server_closes_at_once(monkeypatch):
     client = ServerClient("http://127.0.0.1:9", timeout_s=0.3)
     with pytest.raises(EngineUnreachable):
         client.start_weight_update()
-    began = time.monotonic()
+    aborts = noted(monkeypatch, HttpEngine, "abort")
     client.close()
-    assert time.monotonic() - began < CLOSING_S
+    assert aborts == []

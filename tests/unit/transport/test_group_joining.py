@@ -41,7 +41,7 @@ from vllm.inflight.transport.waiting import WaitLimit, in_background
 
 pytestmark = pytest.mark.seconds
 
-SOON_S = 10.0
+SOON_S = 30.0
 
 
 @pytest.fixture

@@ -67,7 +67,7 @@ def test_a_shutdown_while_it_receives_ends_the_update_with_the_reason():
                 assert worker.gauges == {}
 
     worker = engine(Leaving())
-    sender = connect(worker, timeout_s=2.0)
+    sender = connect(worker, timeout_s=20.0)
     sending = in_background(lambda: send(sender, tensors()))
     with pytest.raises(TransferFault, match="has left the group"):
         update(worker, tensors())

@@ -190,5 +190,5 @@ def test_an_announcement_of_absurd_size_is_rejected_by_name_at_once(worker, shap
     info = worker.parse_update_info(told | {"shapes": [[3], shape]})
     receiving = in_background(lambda: worker.receive_weights(info))
     with pytest.raises(Malformed, match="'vast'"):
-        receiving.result(timeout=10)
+        receiving.result(timeout=60)
     sender.group.close()

@@ -158,12 +158,12 @@ def test_memory_is_unmapped_once_an_aborted_update_has_ended(
 
     def shutdown() -> None:
         begun.set()
-        may_end.wait(20)
+        may_end.wait(60)
 
     monkeypatch.setattr(transport, "shutdown", shutdown)
     monkeypatch.setattr(transport, "unmap", unmapped.set)
     stager.command(1, messages.Shutdown())
-    begun.wait(20)
+    begun.wait(60)
     stager.unmap()
     assert not unmapped.is_set()  # it is under way
     board.cancel(1)
