@@ -157,17 +157,24 @@ def ran_of(page: str) -> Callable[[], str]:
 def _gaps(framework: Framework) -> str:
     """The median of the largest gaps between two tokens at an update."""
     name, parts = framework.name, []
-    if framework.pause:
-        file = RESULTS / "framework-pauses.json"
-        arms = json.loads(file.read_text())["frameworks"][framework.pause]
+
+    def of_arms(file: str, row: str) -> tuple[float, float]:
+        arms = json.loads((RESULTS / file).read_text())["frameworks"][row]
         obey, absorb = (arms[each]["gap_median_ms"] for each in ("obey", "absorb"))
-        parts.append(f"pause {obey / 1000:.1f} s, absorbed {absorb / 1000:.1f} s (CPU)")
+        return obey / 1000, absorb / 1000
+
+    if row := framework.pause:
+        obey, absorb = of_arms("framework-pauses.json", row)
+        parts.append(f"pause {obey:.1f} s, absorbed {absorb:.1f} s (CPU)")
+    if row := framework.without_pause:  # both arms do the same
+        slower = max(of_arms("framework-unpaused.json", row))
+        parts.append(f"no pause: {slower:.1f} s (CPU)")
     if (file := RESULTS / f"gpu-h200-{name.lower()}.json").is_file():
         arms = json.loads(file.read_text())["frameworks"][name]["arms"]
         sides = (arms[f"{each}, without a pause"] for each in ("ours", "upstream"))
         ours, theirs = (side["gap_update_median_ms"] for side in sides)
         parts.append(f"{ours:.0f} ms, plain vLLM {theirs:.0f} ms (H200)")
-    return "; ".join(parts)
+    return "; ".join(parts) or framework.no_gap
 
 
 def known_calls() -> str:

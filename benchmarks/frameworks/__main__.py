@@ -8,6 +8,7 @@ the same calls:
 
 - verl: one worker call, and nothing around it. (verl's trainer aborts all requests
   around it, and sends them again. Nothing would be left to measure.)
+- checkpoint-engine: one worker call. It has no pause.
 - OpenRLHF: a pause `keep`, a worker call for each parameter, and the end of the pause.
   The tensors come over NCCL (`openrlhf`) or by CUDA IPC (`openrlhf_ipc`).
 - prime-rl: a pause `keep` that keeps the cache, one worker call that reads a folder,
@@ -37,17 +38,19 @@ from rich.table import Table
 
 from benchmarks.figures import summary, update_figures
 from benchmarks.frameworks.arm import ENGINE, FRAMEWORK, IN_PAUSE, WITHOUT_PAUSE
-from benchmarks.frameworks.on_host import UNPACKED
+from benchmarks.frameworks.on_host import JOB, UNPACKED
 from benchmarks.frameworks.packages import OWN
-from benchmarks.frameworks.trainer import JOB, SENDERS
+from benchmarks.frameworks.trainer import SENDERS
 from benchmarks.machine import facts
 from benchmarks.process import arm
 from benchmarks.record import OURS, UPSTREAM, Plan, Record
 from benchmarks.shapes import write_shape
 
 _PAUSED = {OURS: (IN_PAUSE, WITHOUT_PAUSE), UPSTREAM: (IN_PAUSE,)}
+_FREE = {OURS: (WITHOUT_PAUSE,), UPSTREAM: (WITHOUT_PAUSE,)}
 WAYS = {
-    "verl": {OURS: (WITHOUT_PAUSE,), UPSTREAM: (WITHOUT_PAUSE,)},
+    "verl": _FREE,
+    "checkpoint_engine": _FREE,
     "openrlhf": _PAUSED,
     "openrlhf_ipc": _PAUSED,
     "prime_rl": _PAUSED,

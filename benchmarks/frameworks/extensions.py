@@ -10,7 +10,7 @@ from functools import cache
 
 import torch
 
-from benchmarks.frameworks.on_host import use_host
+from benchmarks.frameworks.on_host import use_host, use_host_for_checkpoint_engine
 from benchmarks.frameworks.packages import OWN
 
 AND = "_and_"
@@ -27,4 +27,6 @@ def _made(name: str) -> type:
     if not torch.cuda.is_available():
         use_host()
     found = [OWN[each].worker_extension() for each in name.split(AND)]
+    if name == "checkpoint_engine" and not torch.cuda.is_available():
+        use_host_for_checkpoint_engine(*found)
     return found[0] if len(found) == 1 else type(name, tuple(found), {})

@@ -7,6 +7,7 @@ handle of CUDA IPC the name of a file in memory.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -14,6 +15,9 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
+JOB = "VERL_RAY_JOB_ID"
+"""In the environment, which an engine and its trainer share: a part of the address
+where the two ends of a framework meet."""
 UNPACKED = "BENCH_UNPACKED"
 """In the environment: whether vLLM's CPU build leaves weights unpacked, as a GPU does.
 Without this package a framework can write into no others."""
@@ -35,14 +39,7 @@ def use_host() -> None:
     vars(distributed_c10d).setdefault("ProcessGroupNCCL", object)
     torch.cuda.current_device = lambda: 0
     torch.cuda.get_device_properties = lambda *_: Properties()
-    original = torch.empty
-
-    def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if str(kwargs.get("device")).startswith("cuda"):
-            kwargs["device"] = "cpu"
-        return original(*args, **kwargs)
-
-    torch.empty = empty
+    torch.empty = _of_host(torch.empty)
     pynccl.PyNcclCommunicator = StoreCommunicator
     if os.environ.get(UNPACKED):
         from tests.support.engines.unpacked import unpack
@@ -50,11 +47,52 @@ def use_host() -> None:
         unpack()
 
 
+def _of_host(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A function that makes tensors, and makes those of a GPU in the host's memory."""
+
+    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)  # all of it is
+        return make(*args, **kwargs)
+
+    return made
+
+
+def use_host_for_checkpoint_engine(extension: type | None = None) -> None:
+    """Let checkpoint-engine's code use the host as well, at one of its ends.
+
+    Args:
+        extension: of the workers; None: it is the end of the parameter server.
+
+    """
+    from checkpoint_engine.device_utils import DeviceManager
+
+    DeviceManager._detect_device_type = lambda _: "cuda"
+    if extension is not None:
+        vars_of: Any = extension
+        vars_of._device_uuid = f"GPU-{Properties().uuid}"
+        return
+    from checkpoint_engine import ps
+
+    DeviceManager.backend = "gloo"
+    ps.reduce_tensor = share
+    torch.tensor, torch.zeros = _of_host(torch.tensor), _of_host(torch.zeros)
+    torch.cuda.device_count = lambda: 1
+    torch.cuda.set_device = lambda _: None
+    vars(torch._C).setdefault("_host_emptyCache", lambda: None)
+    torch.cuda.mem_get_info = lambda *_: (Properties.total_memory,) * 2
+
+
 class Properties:
     """Those of a GPU that has an identity and nothing else."""
 
-    uuid = "host"
     total_memory = 1 << 30
+
+    @property
+    def uuid(self) -> str:
+        """As the engine of this job and its trainer know it, and nobody else."""
+        return f"host-{os.environ.get(JOB, '')}"
 
     def __getattr__(self, name: str) -> Any:
         # As torch's own function does without a GPU; its compiler relies on it.
@@ -106,6 +144,14 @@ def lend(tensor: torch.Tensor, buffer: int = 0) -> tuple[Any, tuple[Any, ...]]:
     name, memory = _lent_memory(tensor.nbytes, buffer)
     memory.copy_(tensor.reshape(-1).view(torch.uint8))
     return lent, (name, tensor.nbytes, tensor.dtype, tensor.shape, None, None, None)
+
+
+def share(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
+    """As `lend`, but what is written into the tensor later is seen as well."""
+    handle = lend(tensor)
+    _, memory = _lent_memory(tensor.nbytes, 0)
+    tensor.data = memory.view(tensor.dtype).view(tensor.shape)
+    return handle
 
 
 def lent(

@@ -184,6 +184,7 @@ OWN: dict[str, Package] = {
         Package(
             name="checkpoint_engine",
             extension=("checkpoint_engine.worker", "VllmColocateWorkerExtension"),
+            executed=("checkpoint_engine.distributed",),
         ),
         Package(
             name="swift",
@@ -248,8 +249,8 @@ OWN: dict[str, Package] = {
         ),
         Package(
             name="trl",
-            executed=("trl.kernels", "trl.extras", "trl.generation"),
-            empty=("datasets", "pandas", "peft"),
+            executed=("trl", "trl.kernels", "trl.extras", "trl.generation"),
+            empty=("datasets", "pandas", "peft", "pyarrow"),
         ),
         Package(
             name="slime",

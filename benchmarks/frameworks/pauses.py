@@ -2,7 +2,7 @@
 
 Two engines of one model take turns. One obeys pauses and the other absorbs them. Both
 get the same calls: those that TRL, OpenRLHF, prime-rl, SkyRL and PipelineRL make around
-an update, and those of ms-swift and checkpoint-engine, which do not pause. The
+an update, and those of ms-swift, checkpoint-engine and NeMo-RL, which do not pause. The
 benchmark measures the longest gap between two tokens at each update, as a client sees
 it.
 
@@ -27,7 +27,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import cycle, repeat
@@ -42,7 +42,7 @@ from rich.table import Table
 from benchmarks.checkpoint import make_checkpoint, num_parameters
 from benchmarks.figures import UpdateFigures, steady, update_figures
 from benchmarks.frameworks.arm import ENGINE
-from benchmarks.frameworks.pauses_arm import SEQUENCES
+from benchmarks.frameworks.pauses_arm import SEQUENCES, UNPAUSED
 from benchmarks.frameworks.trainer import device_of, write_files
 from benchmarks.machine import GPUS, facts, visible_gpus
 from benchmarks.process import ArmProcess, arm
@@ -110,7 +110,7 @@ def plans(options: argparse.Namespace, versions: list[Path]) -> list[Plan]:
             options.streams,
             options.warm_tokens,
             options.steady,
-            [f"{framework}={next(folders)}" for framework in SEQUENCES],
+            [f"{framework}={next(folders)}" for framework in options.frameworks],
         )
         for _ in range(options.rounds + 1)
     ]
@@ -174,13 +174,15 @@ def _line(each: ArmProcess) -> str:
     )
 
 
-def figures(arms: list[ArmProcess]) -> dict[str, dict[str, dict[str, float]]]:
+def figures(
+    arms: list[ArmProcess], frameworks: Collection[str]
+) -> dict[str, dict[str, dict[str, float]]]:
     """Framework → arm → its figures over all rounds."""
     found: dict[str, dict[str, list[UpdateFigures]]] = {}
     for each in arms:
         for record in each.records:
             of_round = update_figures(record)
-            for framework, update in zip(SEQUENCES, of_round, strict=True):
+            for framework, update in zip(frameworks, of_round, strict=True):
                 by_arm = found.setdefault(framework, {})
                 by_arm.setdefault(each.name, []).append(update)
     return {
@@ -237,7 +239,7 @@ def reported(options: argparse.Namespace, arms: list[ArmProcess]) -> dict[str, A
     gpus = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
     size = {"parameters": num_parameters()} if options.shape is None else {}
     return {
-        "frameworks": figures(arms),
+        "frameworks": figures(arms, options.frameworks),
         "steady": {each.name: steady(each.records) for each in arms},
         "are_tokens_same": are_tokens_same(arms),
         **size,
@@ -254,6 +256,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     suppress = argparse.SUPPRESS
     parser.add_argument("--shape", choices=SHAPES)
+    parser.add_argument(
+        "--unpaused",
+        action="store_const",
+        dest="frameworks",
+        const=UNPAUSED,
+        default=tuple(SEQUENCES),
+        help="only those that do not pause",
+    )
     parser.add_argument("--streams", type=int, default=suppress)
     parser.add_argument("--rounds", type=int, default=suppress)
     parser.add_argument(
@@ -269,7 +279,8 @@ def main() -> None:
     if options.shape is not None:
         engine = SHAPES[options.shape] | {"load_format": "dummy"}
     os.environ[ENGINE] = json.dumps(engine)
-    file = options.out / "framework-pauses.json"
+    what = "unpaused" if options.frameworks == UNPAUSED else "pauses"
+    file = options.out / f"framework-{what}.json"
     started = time.monotonic()
     report: dict[str, Any] = {}
     with model(options) as (folder, versions):

@@ -13,13 +13,21 @@ import asyncio
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from benchmarks.arm import Arm, serve
 from benchmarks.frameworks.arm import ENGINE
-from benchmarks.frameworks.pauses_worker import BACKEND, Extension, buckets, names_of
+from benchmarks.frameworks.pauses_worker import (
+    BACKEND,
+    SENT,
+    Extension,
+    buckets,
+    names_of,
+)
 
 
 async def trl(engine: Any, folder: str) -> None:
@@ -83,6 +91,12 @@ async def checkpoint_engine(engine: Any, folder: str) -> None:
     await engine.collective_rpc("update_weights_from_ipc", args=(handles,))
 
 
+async def nemo_rl(engine: Any, folder: str) -> None:
+    """Its one worker call with `in_flight_weight_updates`, which does not pause."""
+    Path(os.environ[SENT]).write_text(folder)
+    await engine.collective_rpc("update_weights_from_collective")
+
+
 SEQUENCES: dict[str, Callable[[Any, str], Awaitable[None]]] = {
     "TRL": trl,
     "OpenRLHF": openrlhf,
@@ -91,10 +105,13 @@ SEQUENCES: dict[str, Callable[[Any, str], Awaitable[None]]] = {
     "PipelineRL": pipelinerl,
     "ms-swift": ms_swift,
     "checkpoint-engine": checkpoint_engine,
+    "NeMo-RL": nemo_rl,
 }
 """Framework → its calls for one update. Those that retract come first, while streams
 are short: they are prefilled again, which takes the longer the longer they are. Those
 that do not pause come last: both arms do the same there."""
+UNPAUSED = ("ms-swift", "checkpoint-engine", "NeMo-RL")
+"""Those that do not pause."""
 
 
 async def update(engine: Any, named: str) -> dict[str, float]:
@@ -105,15 +122,17 @@ async def update(engine: Any, named: str) -> dict[str, float]:
 
 
 async def main(name: str, checkpoint: str, handle: str) -> None:
-    arm = Arm(
-        checkpoint,
-        update,
-        worker_extension_cls=f"{Extension.__module__}.{Extension.__name__}",
-        weight_transfer_config={"backend": BACKEND},
-        additional_config={"inflight": {"pauses": name}},
-        **json.loads(os.environ[ENGINE]),
-    )
-    await serve(arm, Connection(int(handle)))
+    with tempfile.NamedTemporaryFile() as sent:
+        os.environ[SENT] = sent.name  # workers inherit it
+        arm = Arm(
+            checkpoint,
+            update,
+            worker_extension_cls=f"{Extension.__module__}.{Extension.__name__}",
+            weight_transfer_config={"backend": BACKEND},
+            additional_config={"inflight": {"pauses": name}},
+            **json.loads(os.environ[ENGINE]),
+        )
+        await serve(arm, Connection(int(handle)))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ them by CUDA IPC. A worker reads them from their files once, at its first update
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -25,6 +26,8 @@ from benchmarks.transport import FileTransport, FileUpdateInfo
 Tensors = dict[str, torch.Tensor]
 
 BACKEND = "benchmark-memory"
+SENT = "BENCH_SENT"
+"""In the environment: a file that names the version which the trainer sends now."""
 
 
 class Extension:
@@ -70,10 +73,12 @@ class Extension:
 
     # checkpoint-engine: one call, which loads bucket after bucket.
     def update_weights_from_ipc(self: Any, zmq_handles: dict[str, str]) -> None:
-        found = tensors_of(zmq_handles["folder"], self.device)
-        for names in buckets(list(found)):
-            chosen = [(name, found[name]) for name in names]
-            self.model_runner.model.load_weights(weights=chosen)
+        _load_buckets(self, zmq_handles["folder"])
+
+    # NeMo-RL: the same, and the call itself tells nothing.
+    def update_weights_from_collective(self: Any) -> bool:
+        _load_buckets(self, Path(os.environ[SENT]).read_text())
+        return True
 
 
 class MemoryTransport(FileTransport):
@@ -115,6 +120,13 @@ def buckets(names: list[str]) -> Iterator[list[str]]:
     size = -(-len(names) // 4)
     for start in range(0, len(names), size):
         yield names[start : start + size]
+
+
+def _load_buckets(worker: Any, folder: str) -> None:
+    found = tensors_of(folder, worker.device)
+    for names in buckets(list(found)):
+        chosen = [(name, found[name]) for name in names]
+        worker.model_runner.model.load_weights(weights=chosen)
 
 
 def _read(folder: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -3,13 +3,14 @@
 `python -m benchmarks.frameworks.trainer TRAINER SOURCE NUM_RANKS HANDLE`, started by
 `TrainerProcess`. TRAINER is a key of `SENDERS`. SOURCE is the folder of a model's
 shape, whose weights are drawn, or `files`: each order then names a checkpoint. The
-group of OpenRLHF and the sender of verl are those of the package. The worker calls are
-made in the order in which the framework's trainer makes them, through a pipe in place
-of Ray.
+group of OpenRLHF, the sender of verl and the parameter server of checkpoint-engine are
+those of the package. The worker calls are made in the order in which the framework's
+trainer makes them, through a pipe in place of Ray or HTTP.
 
 OpenRLHF's trainer broadcasts over NCCL from the GPU after the engine's. Its colocated
-trainer (`openrlhf_ipc`) and verl's have their weights on the engine's own GPUs, and
-lend memory of each by CUDA IPC. prime-rl's trainer writes its versions to files.
+trainer (`openrlhf_ipc`), verl's and checkpoint-engine's have their weights on the
+engine's own GPUs, and lend memory of each by CUDA IPC. prime-rl's trainer writes its
+versions to files.
 """
 
 from __future__ import annotations
@@ -31,15 +32,19 @@ from typing import Any, ClassVar
 
 import torch
 
+from benchmarks.frameworks.on_host import (
+    JOB,
+    lend,
+    use_host,
+    use_host_for_checkpoint_engine,
+)
 from benchmarks.frameworks.packages import OWN
 
 HOST = "127.0.0.1"
 FILES = "files"
 BUCKET_MB = "BENCH_BUCKET_MB"
-"""In the environment: the size of verl's buffer, if it is not verl's own."""
-JOB = "VERL_RAY_JOB_ID"
-"""In the environment: a part of the address where verl's two ends meet."""
-
+"""In the environment: the size of a buffer of verl and checkpoint-engine, if it is not
+their own."""
 Tensors = dict[str, torch.Tensor]
 Call = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
 """Makes a worker call: method, arguments and keyword arguments."""
@@ -199,6 +204,51 @@ class Verl(Sender):
             failures.append(failure)
 
 
+class CheckpointEngine(Sender):
+    """checkpoint-engine: a parameter server for each rank, here for one.
+
+    The server makes the worker call in a thread of its own, and does not hear whether
+    it has failed.
+    """
+
+    package = "checkpoint_engine"
+    is_beside = True
+
+    def __init__(self, engine: Engine, num_ranks: int) -> None:
+        from checkpoint_engine.ps import ParameterServer
+
+        if num_ranks != 1:
+            raise ValueError("checkpoint-engine has a process for each rank")
+        super().__init__(engine, num_ranks)
+        os.environ["RANK"] = "0"
+        if size := os.environ.get(BUCKET_MB):
+            os.environ["PS_MAX_BUCKET_SIZE_GB"] = str(int(size) / 1024)
+        self._server = ParameterServer(
+            world_size=1, gpu_count=1, master_addr=HOST, master_port=_free_port()
+        )
+
+    def send(self, tensors: Tensors, *, pause_s: float = 0) -> None:
+        """Send a version; its server cannot be told to pause."""
+        failures: list[Exception] = []
+
+        def request(sockets: list[tuple[str, str]]) -> None:
+            self._engine.begin("update_weights_from_ipc", dict(sockets))
+            try:
+                self._engine.end()
+            except Exception as failure:
+                failures.append(failure)
+
+        server, name = self._server, "version"
+        server.register_checkpoint(name, named_tensors=tensors)
+        try:
+            server.gather_metas(name)
+            server.update(name, request)
+        finally:
+            server.unregister_checkpoint(name)
+        for failure in failures:
+            raise failure
+
+
 class PrimeRL(Sender):
     """prime-rl: a worker call with the folder of a checkpoint."""
 
@@ -217,6 +267,7 @@ SENDERS: dict[str, Any] = {
     "openrlhf": OpenRLHF,
     "openrlhf_ipc": OpenRLHFColocated,
     "verl": Verl,
+    "checkpoint_engine": CheckpointEngine,
     "prime_rl": PrimeRL,
 }
 
@@ -227,8 +278,6 @@ def reduce(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
         from torch.multiprocessing.reductions import reduce_tensor
 
         return reduce_tensor(tensor)
-    from benchmarks.frameworks.on_host import lend
-
     return lend(tensor)
 
 
@@ -329,11 +378,11 @@ def main(framework: str, source: str, num_ranks: str, handle: str) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
-        from benchmarks.frameworks.on_host import use_host
-
         use_host()
         torch.set_num_threads(1)  # threads that wait would hold the engine's cores
     OWN[kind.package].use()
+    if device.type == "cpu" and kind is CheckpointEngine:
+        use_host_for_checkpoint_engine()
     weights: Any = None
     written: Iterator[Path] = iter(())
     if source != FILES:

@@ -1,8 +1,8 @@
 """Trainers of frameworks on GPUs, with their packages' own transports and extensions.
 
-OpenRLHF broadcasts over NCCL from a GPU of its own. verl lends a buffer on the engine's
-GPU by CUDA IPC, and OpenRLHF's colocated trainer lends each tensor. prime-rl names a
-folder. The engines decode with CUDA graphs.
+OpenRLHF broadcasts over NCCL from a GPU of its own. verl and checkpoint-engine lend a
+buffer on the engine's GPU by CUDA IPC, and OpenRLHF's colocated trainer lends each
+tensor. prime-rl names a folder. The engines decode with CUDA graphs.
 """
 
 from pathlib import Path
@@ -54,6 +54,13 @@ def test_a_frameworks_own_trainer_updates_an_engine_under_load(
     framework: str,
 ) -> None:
     check(of_one_rank, framework, in_float32)
+
+
+def test_checkpoint_engines_own_server_updates_an_engine_under_load(
+    in_float32: list[Path],  # noqa: F811
+) -> None:
+    framework = "checkpoint_engine"
+    check(run(in_float32, 1, [framework]), framework, in_float32)
 
 
 def test_tokens_after_an_update_are_those_of_a_fresh_engine(

@@ -26,6 +26,7 @@ def main(old: str, new: str, empty: str, cast: str) -> None:
     from vllm import LLM
     from vllm.config.weight_transfer import WeightTransferConfig
 
+    kept = transport.initialize_layerwise_reload, transport.finalize_layerwise_reload
     seen: dict[str, Any] = {
         "is_early": not hasattr(transport.initialize_layerwise_reload, MARK)
     }
@@ -46,9 +47,9 @@ def main(old: str, new: str, empty: str, cast: str) -> None:
         llm.finish_weight_update()
         return said(llm)
 
-    def fail(llm: Any, folder: str, **faults: Any) -> Any:
+    def fail(act: Any, llm: Any, folder: str, **faults: Any) -> Any:
         try:
-            send(llm, folder, **faults)
+            act(llm, folder, **faults)
         except Exception as error:
             return str(error), said(llm)
 
@@ -66,13 +67,15 @@ def main(old: str, new: str, empty: str, cast: str) -> None:
     seen["first"] = send(llm, new)
     seen["adopted"] = adopted(llm, old)
     seen["from disk"] = from_disk(llm, new)
-    seen["failed"] = fail(llm, old, fail_after=5)
+    seen["failed"] = fail(send, llm, old, fail_after=5)
     seen["after a failure"] = from_disk(llm, old)
     seen["cast"] = send(llm, cast)
     seen["last"] = send(llm, old)
     llm.llm_engine.engine_core.shutdown()
-    llm = start(old, "keeping")
-    seen["kept"] = fail(llm, cast)
+    transport.Reloading.kept = kept
+    llm = start(old, "keeping", worker_extension_cls=extension)
+    seen["kept by a transport"] = fail(send, llm, cast)
+    seen["kept by an extension"] = fail(adopted, llm, cast)
     seen["after what was kept"] = from_disk(llm, new)
     llm.llm_engine.engine_core.shutdown()
     tell(seen)

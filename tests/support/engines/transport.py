@@ -132,13 +132,24 @@ def _is_first(file: str | None) -> bool:
 
 
 class Reloading:
-    """A worker extension that loads as upstream's transports do."""
+    """A worker extension that loads as upstream's transports do.
+
+    Attributes:
+        kept: both functions of the reload, in place of those that this module has.
+
+    """
+
+    kept: tuple[Any, Any] | None = None
 
     def update_weights_from_path(self: Any, weight_path: str) -> None:
+        begin, end = Reloading.kept or (
+            initialize_layerwise_reload,
+            finalize_layerwise_reload,
+        )
         model, config = self.model_runner.model, self.model_runner.model_config
-        initialize_layerwise_reload(model)
+        begin(model)
         model.load_weights(iter(load_file(Path(weight_path) / FILE).items()))
-        finalize_layerwise_reload(model, config)
+        end(model, config)
 
 
 class Extension(Oracle):

@@ -43,6 +43,7 @@ class Evidence:
 
 
 PACKAGES, TRAINERS = "e2e/test_framework_packages.py", "e2e/test_framework_trainers.py"
+SERVER = "e2e/test_checkpoint_engine.py"
 ON_GPUS = "gpu/test_frameworks.py"
 
 
@@ -95,8 +96,9 @@ SEEN: dict[tuple[str, str, tuple[str, ...]], tuple[Evidence, ...]] = {
     ("ms-swift", "process_weights_after_loading", ()): _package(
         SWIFT, "swift_nccl", "swift_flattened"
     ),
-    ("checkpoint-engine", "update_weights_from_ipc", ()): _package(
-        CHECKPOINT_ENGINE, "checkpoint_engine"
+    ("checkpoint-engine", "update_weights_from_ipc", ()): (
+        Evidence(BOTH_ENDS, CPU, SERVER, CHECKPOINT_ENGINE),
+        *_package(CHECKPOINT_ENGINE, "checkpoint_engine"),
     ),
     ("prime-rl", "update_weights_from_path", ("weight_path",)): (
         _trainer(AUGUST, "[prime_rl]", EXTENSION),

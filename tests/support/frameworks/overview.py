@@ -23,6 +23,9 @@ REQUESTS = "recorded requests"
 """What the framework's own client has sent, word by word."""
 ROLLOUTS = "own rollout functions"
 SENDER = "own sender"
+TRAINER = "own trainer"
+ABORTS = "none: it aborts all requests around an update"
+SAME_PROCESS = "none: its process waits for the update, so no request runs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +43,8 @@ class Framework:
         promise: what it gets, where that is not in the table of known calls.
         ran: beside the evidence of its known calls.
         pause: the arm of benchmarks/results/framework-pauses.json with its pause.
+        without_pause: the arm of framework-unpaused.json there, if it does not pause.
+        no_gap: why no gap of its own update was measured.
 
     """
 
@@ -53,6 +58,8 @@ class Framework:
     promise: str = ""
     ran: tuple[Evidence, ...] = ()
     pause: str = ""
+    without_pause: str = ""
+    no_gap: str = ""
 
     @property
     def calls(self) -> list[KnownCall]:
@@ -117,9 +124,11 @@ FRAMEWORKS = (
         transport="`load_weights` in its process",
         promise="untracked; with `--inflight-adopt direct` a transaction",
         ran=(
-            _cpu(SENDER, "test_trl_colocated", "1.16.0"),
+            _cpu(TRAINER, "test_trl_colocated", "1.16.0", "online_dpo"),
+            _cpu(SENDER, "test_trl_colocated", "1.16.0", "what_trl_loads"),
             _cpu(BY_HAND, "test_adopted_direct_loads"),
         ),
+        no_gap=SAME_PROCESS,
     ),
     Framework(
         name="OpenRLHF",
@@ -146,6 +155,7 @@ FRAMEWORKS = (
         starts="0.29 to 0.33",
         vllm="none",
         transport="NCCL of its own; ZMQ with CUDA IPC or shared memory",
+        without_pause="ms-swift",
     ),
     Framework(
         name="checkpoint-engine",
@@ -154,6 +164,7 @@ FRAMEWORKS = (
         starts="0.29 to 0.33",
         vllm="none",
         transport="ZMQ with CUDA IPC",
+        without_pause="checkpoint-engine",
     ),
     Framework(
         name="prime-rl",
@@ -178,6 +189,7 @@ FRAMEWORKS = (
         release="1.0.4",
         vllm="0.19.1",
         transport="a group of torch (NCCL), files",
+        no_gap=ABORTS,
     ),
     Framework(
         name="NeMo-RL",
@@ -185,6 +197,7 @@ FRAMEWORKS = (
         release=AUGUST,
         vllm="0.25.1",
         transport="NCCL of its own, ZMQ with CUDA IPC",
+        without_pause="NeMo-RL",
     ),
     Framework(
         name="ROLL",
@@ -192,6 +205,7 @@ FRAMEWORKS = (
         release=AUGUST,
         vllm="branches for 0.8 to 0.16",
         transport="NCCL, CUDA IPC",
+        no_gap=ABORTS,
     ),
     Framework(
         name="PipelineRL",
@@ -209,6 +223,7 @@ FRAMEWORKS = (
         vllm="a runtime of its own, 0.20",
         transport="vLLM's `nccl`, over HTTP",
         promise="rejected by name: `packed` of an older vLLM",
+        no_gap="none: its update is rejected",
         ran=(_cpu(BY_HAND, "test_recorded_clients", case="from_art"),),
     ),
     Framework(
@@ -223,6 +238,7 @@ FRAMEWORKS = (
             _cpu(ROLLOUTS, "test_slime", AUGUST),
             _cpu(BY_HAND, "test_sglang"),
         ),
+        no_gap=ABORTS,
     ),
     Framework(
         name="miles",
@@ -236,6 +252,7 @@ FRAMEWORKS = (
             _cpu(ROLLOUTS, "test_miles", AUGUST),
             _cpu(BY_HAND, "test_sglang"),
         ),
+        no_gap=ABORTS,
     ),
 )
 """The frameworks of the page on drop-in use, in its order."""

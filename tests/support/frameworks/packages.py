@@ -93,19 +93,14 @@ def in_blocks(folder: Path) -> Path:
 
 
 def checkpoint_engine(core: Any, folder: Path) -> Callable[[Tensors], Any]:
-    from checkpoint_engine.device_utils import DeviceManager
-
     from tests.support.trainers.bucket_sender import sending, with_errors
 
-    DeviceManager._detect_device_type = lambda _: "cuda"
-    # The GPU that a worker of the CPU build does not have.
-    vars(core.model_executor.driver_worker.worker)["_device_uuid"] = "GPU-0"
+    gpu = core.model_executor.driver_worker.worker._device_uuid
 
     def send(tensors: Tensors) -> Any:
         with sending(with_errors(tensors)) as address:
-            return core.collective_rpc(
-                "update_weights_from_ipc", args=({"GPU-0": address},)
-            )
+            told = ({gpu: address},)
+            return core.collective_rpc("update_weights_from_ipc", args=told)
 
     return send
 

@@ -3,9 +3,10 @@
 Usage: python -m tests.support.frameworks.trained OLD NEW RANKS [TRAINER…]
 
 Worker extensions and transports are those of the packages, unmodified. Each trainer is
-a process of its own. On GPUs OpenRLHF sends over NCCL from another GPU. verl and
-OpenRLHF's colocated trainer lend memory of the engine's own GPUs. The engine absorbs
-pauses; prime-rl's trainer pauses around each update. Both checkpoints are in float32.
+a process of its own. On GPUs OpenRLHF sends over NCCL from another GPU. verl,
+checkpoint-engine and OpenRLHF's colocated trainer lend memory of the engine's own GPUs.
+The engine absorbs pauses; prime-rl's trainer pauses around each update. Both
+checkpoints are in float32.
 
 Prints what was served as JSON, by framework.
 """
@@ -24,9 +25,9 @@ import torch
 
 from benchmarks.frameworks import extensions
 from benchmarks.frameworks.extensions import AND
+from benchmarks.frameworks.on_host import JOB
 from benchmarks.frameworks.trainer import (
     FILES,
-    JOB,
     SENDERS,
     TrainerProcess,
     Version,

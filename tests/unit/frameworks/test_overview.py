@@ -30,6 +30,12 @@ def test_the_release_is_the_one_that_ran() -> None:
         assert own <= {each.release, each.besides}, each.name
 
 
+def test_each_has_a_gap_at_an_update_or_a_reason_why_none_was_measured() -> None:
+    for each in FRAMEWORKS:
+        told = [each.pause, each.without_pause, each.no_gap, each.name == "verl"]
+        assert sum(map(bool, told)) == 1, each.name
+
+
 def test_what_is_promised_follows_from_the_known_calls() -> None:
     promised = {each.name: each.promised for each in FRAMEWORKS}
     assert promised["OpenRLHF"] == "transaction, adopted"

@@ -17,7 +17,7 @@ from benchmarks.frameworks.pauses import (
     figures,
     plans,
 )
-from benchmarks.frameworks.pauses_arm import SEQUENCES
+from benchmarks.frameworks.pauses_arm import SEQUENCES, UNPAUSED
 from benchmarks.frameworks.pauses_worker import (
     Extension,
     buckets,
@@ -28,6 +28,7 @@ from benchmarks.frameworks.trainer import write_files
 from benchmarks.machine import GPUS
 from benchmarks.record import Record, Update
 from benchmarks.shapes import write_shape
+from tests.support.frameworks.overview import FRAMEWORKS
 from vllm.inflight.frameworks.known_call import methods_of
 from vllm.inflight.frameworks.table import BUILT_IN, matched
 
@@ -47,7 +48,7 @@ def arm(name: str, stops_for: float) -> Any:
 
 
 def test_each_framework_has_the_gaps_of_its_own_updates_in_both_arms() -> None:
-    found = figures([arm(OBEY, 0.9), arm(ABSORB, 0.2)])
+    found = figures([arm(OBEY, 0.9), arm(ABSORB, 0.2)], SEQUENCES)
     assert list(found) == list(SEQUENCES)
     for by_arm in found.values():
         assert by_arm[OBEY]["gap_median_ms"] == pytest.approx(900)
@@ -56,7 +57,7 @@ def test_each_framework_has_the_gaps_of_its_own_updates_in_both_arms() -> None:
 
 
 def test_an_arm_that_has_been_measured_alone_has_its_figures_already() -> None:
-    found = figures([arm(OBEY, 0.9)])
+    found = figures([arm(OBEY, 0.9)], SEQUENCES)
     assert all(list(by_arm) == [OBEY] for by_arm in found.values())
 
 
@@ -68,7 +69,9 @@ def test_arms_share_no_gpu_at_the_same_time_and_share_the_cpu() -> None:
 
 
 def test_every_update_of_all_rounds_brings_the_other_version() -> None:
-    options = Namespace(streams=2, warm_tokens=1, steady=0.1, rounds=2)
+    options = Namespace(
+        streams=2, warm_tokens=1, steady=0.1, rounds=2, frameworks=SEQUENCES
+    )
     found = plans(options, [Path("old"), Path("new")])
     assert len(found) == 3, "the first one warms up"
     updates = [each.partition("=") for plan in found for each in plan.checkpoints]
@@ -104,6 +107,14 @@ def test_buckets_have_every_name_once(number: int) -> None:
     found = list(buckets(names))
     assert len(found) <= 4
     assert [name for bucket in found for name in bucket] == names
+
+
+def test_those_that_do_not_pause_come_last_and_are_those_of_the_overview() -> None:
+    assert tuple(SEQUENCES)[-len(UNPAUSED) :] == UNPAUSED
+    named = [each.without_pause for each in FRAMEWORKS if each.without_pause]
+    assert tuple(named) == UNPAUSED
+    paused = {each.pause for each in FRAMEWORKS if each.pause}
+    assert paused == SEQUENCES.keys() - set(UNPAUSED)
 
 
 def test_each_frameworks_worker_calls_are_known_ones() -> None:
