@@ -52,7 +52,7 @@ build: | $(VENV)/.installed-$(DEVICE) ## the native core again, after a change i
 demo: setup ## weights change while tokens flow: pictures and a report in out/demo/
 	PYTHONPATH=$(CURDIR)/tests/support/calm $(PY) -m examples.demo
 
-test: setup lint site ## lint, build the site, then every fast test that needs no GPU; one audits the releases of vLLM
+test: setup lint site build/frameworks/.packages ## lint, build the site, then every fast test that needs no GPU; one audits the releases of vLLM
 	$(PY) -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --durations 25
 
 check: setup lint ## lint, types and the quick tests, which start no engine: about a minute
@@ -90,7 +90,7 @@ test-ray: setup build/ray ## engines whose ranks are Ray's
 build/ray: # beside the environment: nothing else needs it
 	$(PY) -m pip install --quiet --no-deps --target $@ ray==2.60.0 msgpack==1.2.4
 
-test-frameworks: setup build/frameworks ## V=x.y.z: frameworks' own worker extensions, senders and rollouts, from their own files
+test-frameworks: setup build/frameworks/.packages build/frameworks/.repositories ## V=x.y.z: frameworks' own worker extensions, senders and rollouts, from their own files
 	$(PY) -m tests.releases.suite --frameworks $(V)
 
 # Worker files and rollouts that no package has; commits of June and August 2026
@@ -104,20 +104,29 @@ PIPELINERL := 58d393458625ad63ed539f2dcd072c85700c557f
 
 # $(call snapshot,FOLDER,OWNER/REPOSITORY,COMMIT,PARTS OF PATHS TO LEAVE OUT,PATHS)
 define snapshot
-	mkdir -p $@/$(1)
-	curl -sfL https://github.com/$(2)/archive/$(3).tar.gz | tar -xz -C $@/$(1) \
+	mkdir -p $(@D)/$(1)
+	curl -sfL https://github.com/$(2)/archive/$(3).tar.gz | tar -xz -C $(@D)/$(1) \
 		--strip-components $(4) $(addprefix $(notdir $(2))-$(3)/,$(5))
 endef
 
 # Without what they depend on: only the files of the worker extensions are imported.
-build/frameworks: # beside the environment: nothing else needs it
-	$(PY) -m pip install --quiet --no-deps --target $@/openrlhf openrlhf==0.11.2
-	$(PY) -m pip install --quiet --no-deps --target $@/verl verl==0.9.1
-	$(PY) -m pip install --quiet --no-deps --target $@/checkpoint_engine checkpoint-engine==0.4.2
-	$(PY) -m pip install --quiet --no-deps --target $@/swift ms-swift==4.6.0
-	$(PY) -m pip install --quiet --no-deps --target $@/trl accelerate==1.15.0 trl==1.16.0
-	$(PY) -m pip install --quiet --no-deps --target $@/areal colorlog==6.12.0 areal==1.0.4
-	$(PY) -m pip install --quiet --no-deps --target $@/skyrl skyrl==0.3.0
+# $(call package,FOLDER,REQUIREMENTS)
+define package
+	$(PIP) install --no-deps --no-compile --target $(@D)/$(1) $(2)
+endef
+
+# Beside the environment: nothing else needs them.
+build/frameworks/.packages: | $(VENV)/.installed-$(DEVICE)
+	$(call package,openrlhf,openrlhf==0.11.2)
+	$(call package,verl,verl==0.9.1)
+	$(call package,checkpoint_engine,checkpoint-engine==0.4.2)
+	$(call package,swift,ms-swift==4.6.0)
+	$(call package,trl,accelerate==1.15.0 trl==1.16.0)
+	$(call package,areal,colorlog==6.12.0 areal==1.0.4)
+	$(call package,skyrl,skyrl==0.3.0)
+	touch $@
+
+build/frameworks/.repositories:
 	$(call snapshot,slime,THUDM/slime,$(SLIME),1,slime)
 	$(call snapshot,miles,radixark/miles,$(MILES),1,miles)
 	$(call snapshot,prime_rl,PrimeIntellect-ai/prime-rl,$(PRIME_RL),2,\
@@ -127,6 +136,7 @@ build/frameworks: # beside the environment: nothing else needs it
 	$(call snapshot,nemo_rl,NVIDIA-NeMo/RL,$(NEMO_RL),1,nemo_rl)
 	$(call snapshot,roll,alibaba/ROLL,$(ROLL),1,roll)
 	$(call snapshot,pipelinerl,ServiceNow/PipelineRL,$(PIPELINERL),1,pipelinerl)
+	touch $@
 
 test-releases: setup ## V=x.y.z: the core tests on that release of vLLM; without V, on all but the installed one
 	$(PY) -m tests.releases.suite $(V)

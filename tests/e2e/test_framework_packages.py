@@ -12,8 +12,10 @@ from tests.support.engines.script import run_script
 from tests.support.frameworks.packages import JOIN, PACKS
 from tests.support.models.tiny_drafters import MTP_KINDS, make_mtp
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = pytest.mark.engine
 
+QUICK = "openrlhf", "verl", "checkpoint_engine", "swift_flattened", "areal", "skyrl"
+"""One of each package that the package index has: `make test` runs them."""
 LABELS = {"prime_rl_nccl": "step_1", "pipelinerl": "7"}
 """Of frameworks whose calls have a label."""
 OF_FOLDER = "areal_files"
@@ -29,7 +31,14 @@ REPLIES: dict[str, list[Any]] = {
 """Of methods that return something."""
 
 
-@pytest.mark.parametrize("framework", [name for name in JOIN if name != OF_MTP])
+@pytest.mark.parametrize(
+    "framework",
+    [
+        pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
+        for name in JOIN
+        if name != OF_MTP
+    ],
+)
 def test_the_extension_of_the_package_updates_beside_decoding(
     checkpoint: Callable[..., Path],
     tmp_path: Path,
@@ -46,6 +55,7 @@ def test_the_extension_of_the_package_updates_beside_decoding(
     assert seen["label"] == known.get(framework, f"update-{seen['epoch']}")
 
 
+@pytest.mark.slow
 @pytest.mark.lacking("0.30.0")  # vLLM's own CPU build cannot sample drafts there
 @pytest.mark.parametrize("has_mtp", [True, False])
 def test_verls_extension_updates_a_model_that_drafts_with_mtp_layers(

@@ -14,11 +14,16 @@ from benchmarks.frameworks.packages import OWN
 from tests.support.engines.script import run_script
 from vllm.inflight.config import CONFIG_ENV
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = pytest.mark.engine
 
 
 ADOPTED = pytest.mark.parametrize(
-    ("adopt", "sleeps"), [("direct", ""), ("on", ""), ("on", "asleep")]
+    ("adopt", "sleeps"),
+    [
+        ("direct", ""),
+        pytest.param("on", "", marks=pytest.mark.slow),
+        pytest.param("on", "asleep", marks=pytest.mark.slow),
+    ],
 )
 
 
@@ -33,6 +38,7 @@ def test_what_trl_loads_is_served_and_a_version_if_it_is_adopted(
     check(seen, adopt, record_property)
 
 
+@pytest.mark.slow
 @ADOPTED
 def test_each_rollout_of_online_dpo_is_of_the_weights_that_it_has_trained_so_far(
     checkpoint: Callable[..., Path],

@@ -182,14 +182,16 @@ def areal_files(core: Any, folder: Path) -> Callable[[Tensors], Any]:
 
 
 def skyrl(core: Any, folder: Path) -> Callable[[Tensors], Any]:
-    from benchmarks.frameworks.on_host import lend
+    from benchmarks.frameworks.on_host import Properties, lend
+
+    gpu = Properties().uuid
 
     def send(tensors: Tensors) -> Any:
         """One buffer for both buckets, as the trainer's."""
         core.collective_rpc("skyrl_start_weight_update")
         for bucket in _halves(tensors):
             packed = torch.cat([tensor.reshape(-1) for tensor in bucket.values()])
-            handles = base64.b64encode(pickle.dumps({"host": lend(packed)}))
+            handles = base64.b64encode(pickle.dumps({gpu: lend(packed)}))
             told = {
                 "names": list(bucket),
                 "dtype_names": [str(t.dtype) for t in bucket.values()],

@@ -41,7 +41,7 @@ def test_the_version_is_one_that_the_tests_install(each: Evidence) -> None:
     makefile = (TESTS.parent / "Makefile").read_text()
     of_repository = each.version in (AUGUST, JUNE)
     assert (each.of == BY_HAND) == (not each.version)
-    assert of_repository or f"=={each.version}\n" in makefile or not each.version
+    assert of_repository or f"=={each.version})\n" in makefile or not each.version
 
 
 def test_classes_written_by_hand_have_the_parameters_of_known_calls() -> None:
