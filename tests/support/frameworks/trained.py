@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -33,6 +34,7 @@ from benchmarks.frameworks.trainer import (
     Version,
 )
 from tests.support.engines import oracle
+from tests.support.engines.mixtures import NORMS, part
 from tests.support.engines.probe import greedy, outputs_during
 from tests.support.engines.reference import Reference
 from tests.support.engines.script import OPTIONS, tell
@@ -143,6 +145,18 @@ def late(llm: Any, updates: Updates, folder: Path) -> dict[str, Any]:
     return seen | {"is label kept": llm.get_weight_version() == label}
 
 
+def incomplete(llm: Any, updates: Updates, folder: Path) -> dict[str, Any]:
+    """A trainer sends a version that lacks all tensors but its norms."""
+    before = greedy(llm)
+    with tempfile.TemporaryDirectory() as at:
+        sent = Path(part(folder, NORMS, Path(at)))
+        try:
+            updates.send(sent)
+        except Exception as error:
+            return {"error": str(error), "same": greedy(llm) == before}
+    return {}
+
+
 def replayed(
     outputs: list[Any], made: list[dict[str, Any]], folders: dict[str, Path]
 ) -> list[str]:
@@ -175,6 +189,8 @@ def updated_by(
             seen["late"] = late(llm, updates, new)
             updates.send(new)
             seen["after late"] = greedy(llm)
+        if framework == "checkpoint_engine":
+            seen["incomplete"] = incomplete(llm, updates, new)
         seen["mismatches"] = replayed(outputs, made, folders)
     return seen
 
