@@ -288,6 +288,11 @@ OWN["verl_fp8"] = OWN["verl_fp8_packed"] = replace(
 OWN["verl_mtp"] = OWN["verl"]
 OWN["areal_files"] = OWN["areal"]
 OWN["nemo_rl_zmq"] = OWN["nemo_rl"]
+OWN["nemo_rl_deltas"] = replace(
+    OWN["nemo_rl"],
+    empty=(*OWN["nemo_rl"].empty, "nemo_rl.models.generation.vllm.config"),
+)
+"""With its sparse deltas, which need a class of that file for its name alone."""
 OWN["roll_buckets"] = OWN["roll"]
 OWN["swift_nccl"] = replace(
     OWN["swift"],

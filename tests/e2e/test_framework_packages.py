@@ -70,22 +70,6 @@ def test_verls_extension_updates_a_model_that_drafts_with_mtp_layers(
     assert (seen["replies"], seen["label"]) == ([None], f"update-{seen['epoch']}")
 
 
-@pytest.mark.slow
-def test_a_delta_in_verls_own_format_is_rejected_by_name_and_changes_nothing(
-    checkpoint: Callable[..., Path],
-) -> None:
-    """Its extension calls a phase of an update on one worker."""
-    folders = checkpoint(0), checkpoint(1)
-    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    room = "tests.support.frameworks"
-    seen = run_script("verl_deltas", *folders, room=room, env=env)
-    begun, asked, ended = seen["raised"].values()
-    assert begun is None
-    assert "Worker.update_weights was called inside a call of the workers" in asked
-    assert "missing" in ended
-    assert (seen["same"], seen["active"], seen["back"]) == (True, None, "new")
-
-
 def updated(framework: str, *folders: Path, env: dict[str, str] | None = None) -> Any:
     """What an engine has served that a framework has updated in one transaction."""
     in_process = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

@@ -44,6 +44,7 @@ class Evidence:
 
 PACKAGES, TRAINERS = "e2e/test_framework_packages.py", "e2e/test_framework_trainers.py"
 SERVER = "e2e/test_checkpoint_engine.py"
+DELTAS = "e2e/test_framework_deltas.py"
 ON_GPUS = "gpu/test_frameworks.py"
 
 
@@ -123,8 +124,9 @@ SEEN: dict[tuple[str, str, tuple[str, ...]], tuple[Evidence, ...]] = {
     ("NeMo-RL", "update_weights_from_collective", ()): _package(AUGUST, "nemo_rl"),
     ("NeMo-RL", "update_weights_via_ipc_zmq", ()): _package(AUGUST, "nemo_rl_zmq"),
     ("NeMo-RL", "nccl_reshard_refit", ()): _declared("-nccl_reshard_refit-"),
-    ("NeMo-RL", "update_weights_from_decoded_sparse_payload", ()): _declared(
-        "-update_weights_from_decoded_sparse_payload-"
+    ("NeMo-RL", "update_weights_from_decoded_sparse_payload", ()): (
+        Evidence(EXTENSION, CPU, DELTAS, AUGUST, "nemo_rl"),
+        *_declared("-update_weights_from_decoded_sparse_payload-"),
     ),
     ("ROLL", "broadcast_parameter", ()): _package(AUGUST, "roll"),
     ("ROLL", "update_parameter_in_bucket", ()): _package(AUGUST, "roll_buckets"),

@@ -63,7 +63,7 @@ def nemo_rl(core: Any, folder: Path) -> Send:
     os.environ["NRL_REFIT_BUFFER_MEMORY_RATIO"] = str(BUCKET / total)
 
     def send(tensors: Tensors) -> Any:
-        core.collective_rpc("prepare_refit_info", args=(_refit_info(tensors),))
+        core.collective_rpc("prepare_refit_info", args=(refit_info(tensors),))
         for packed in _packed(tensors, BUCKET):
             trainer.broadcast(packed)
         return core.collective_rpc("update_weights_from_collective")
@@ -71,7 +71,7 @@ def nemo_rl(core: Any, folder: Path) -> Send:
     return send
 
 
-def _refit_info(tensors: Tensors) -> dict[str, tuple[torch.Size, torch.dtype]]:
+def refit_info(tensors: Tensors) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
@@ -104,7 +104,7 @@ def nemo_rl_zmq(core: Any, folder: Path) -> Send:
     socket.bind(worker.get_zmq_address())
 
     def send(tensors: Tensors) -> Any:
-        core.collective_rpc("prepare_refit_info", args=(_refit_info(tensors),))
+        core.collective_rpc("prepare_refit_info", args=(refit_info(tensors),))
         sent = in_background(
             lambda: utils.stream_weights_via_ipc_zmq_impl(
                 iter(tensors.items()), 2 * BUCKET, socket, 1, "trainer"
