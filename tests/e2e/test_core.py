@@ -294,9 +294,8 @@ def test_a_failure_too_large_for_the_status_board_is_reported_without_delay(
     verdict = UpdateLoader.verdict
 
     def verdict_of_a_stage(self: UpdateLoader) -> Any:
-        # As of a stage of a model whose other tensors have nothing in common.
         content = verdict(self)
-        self.unfilled += [os.urandom(48).hex() for _ in range(9216)]
+        self.written_digest = os.urandom(48 * 9216).hex()
         return content
 
     monkeypatch.setattr(UpdateLoader, "verdict", verdict_of_a_stage)

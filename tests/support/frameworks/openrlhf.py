@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import vllm._custom_ops  # noqa: F401 (registers the operators)
 from vllm.distributed import get_tp_group
 from vllm.distributed.utils import StatelessProcessGroup
 
@@ -35,10 +36,15 @@ MEETINGS: dict[str, Way] = {
 """The ways in which a method may meet the other ranks that decode, and the collective
 that each comes to."""
 
+HAS_SHM = hasattr(torch.ops._C, "init_shm_manager")
+"""Whether ranks of the CPU build meet in shared memory; with AVX2 alone they do not."""
 ON_HOST: dict[str, Way] = {
-    "reduction": ("shm_allreduce", lambda: get_tp_group().all_reduce(_ones())),
+    "reduction": (
+        "shm_allreduce" if HAS_SHM else "allreduce",
+        lambda: get_tp_group().all_reduce(_ones()),
+    ),
     "gathering": (
-        "shm_all_gather",
+        "shm_all_gather" if HAS_SHM else "allgather_base",
         lambda: get_tp_group().device_communicator.all_gather(_ones()),
     ),
 }
