@@ -7,17 +7,25 @@ from collections.abc import Callable
 from typing import Any
 
 
-def freeze_imports() -> None:
+def freeze_imports(*, engines_may: bool = False) -> None:
     """Keep what was imported out of every later collection of garbage.
 
     vLLM collects garbage four times for each engine, and each time it would look
     through a million objects of torch and of itself. An engine that ends also thaws
-    everything, so from here on nothing is frozen or thawed: what an engine made stays
-    collectable. `thawed` undoes it, for a test of what a frozen engine leaves.
+    everything, so from here on nothing is thawed. Nothing is frozen either: what an
+    engine made stays collectable. `thawed` undoes it, for a test of what a frozen
+    engine leaves.
+
+    Args:
+        engines_may: whether engines freeze what they make, as for users. It stays as
+            long as the process then.
+
     """
     gc.collect()
     gc.freeze()
-    gc.freeze = gc.unfreeze = _do_nothing
+    gc.unfreeze = _do_nothing
+    if not engines_may:
+        gc.freeze = _do_nothing
 
 
 def collect_once_per_engine() -> None:
@@ -36,7 +44,7 @@ class Uncollected:
 
     def collect(self, *generation: int) -> int:
         """Collect within `thawed` alone: what is frozen is not garbage then."""
-        return 0 if gc.freeze is _do_nothing else gc.collect(*generation)
+        return 0 if gc.unfreeze is _do_nothing else gc.collect(*generation)
 
     def __getattr__(self, name: str) -> Any:
         """Any other name of the module."""

@@ -21,4 +21,4 @@ inspect_models_here()
 leave_helpers_uncompiled()
 if hasattr(CpuPlatform, "register_triton_kernel_overrides"):  # from 0.31 on
     CpuPlatform.register_triton_kernel_overrides()
-freeze_imports()
+freeze_imports(engines_may=True)
