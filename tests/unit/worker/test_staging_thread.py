@@ -18,7 +18,7 @@ import torch
 from tests.support.waiting import until
 from vllm.inflight import messages
 from vllm.inflight.engine.update.ranks import verdict
-from vllm.inflight.errors import EngineFault
+from vllm.inflight.errors import DeltaUnsupported, EngineFault
 from vllm.inflight.transport.base import StagedEngine
 from vllm.inflight.worker import replay_plan
 from vllm.inflight.worker.delta import device_writer
@@ -249,10 +249,17 @@ def test_a_notice_that_cannot_be_posted_still_says_that_the_update_failed(
     assert "the wire is gone" in error.message
 
 
-def test_a_rank_with_more_names_of_others_than_it_can_tell_is_staged_all_the_same(
-    board: StatusBoard, stager: StagingWorker, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("shares", [None, [0] * 5], ids=["whole", "delta"])
+def test_a_rank_with_more_names_of_others_than_it_can_tell_stages_whole_versions_alone(
+    board: StatusBoard,
+    stager: StagingWorker,
+    monkeypatch: pytest.MonkeyPatch,
+    shares: list[int] | None,
 ) -> None:
-    """Experts of seven other ranks, and no start checkpoint that knows of them."""
+    """Experts of seven other ranks, and no start checkpoint that knows of them.
+
+    A tensor of a delta that no rank serves as a copy would stay as it was.
+    """
     names = [
         f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight_{kind}"
         for layer in range(60)
@@ -262,13 +269,19 @@ def test_a_rank_with_more_names_of_others_than_it_can_tell_is_staged_all_the_sam
     ]
 
     def prepared(self: StagingThread, _: object) -> None:
-        self._status = replace(self._status, unfilled=names, state="staged")
+        staged = replace(self._status, unfilled=names, shares=shares, state="staged")
+        self._status = staged
 
     monkeypatch.setattr(StagingThread, "_prepare", prepared)
     stager.command(1, messages.Prepare())
-    assert not isinstance(told(board), Exception)
-    status = board.read(RANK)
-    assert (status["state"], status.get("unfilled")) == ("staged", None)
+    if shares is None:
+        assert not isinstance(told(board), Exception)
+        status = board.read(RANK)
+        assert (status["state"], status.get("unfilled")) == ("staged", None)
+    else:
+        error = told(board)
+        assert isinstance(error, DeltaUnsupported)
+        assert f"changes {len(names)} tensors" in error.message
 
 
 def test_a_staging_job_that_cannot_be_created_is_reported(

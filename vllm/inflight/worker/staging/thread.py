@@ -24,6 +24,7 @@ from vllm.inflight.config import InflightConfig
 from vllm.inflight.errors import (
     BaseMismatch,
     Cancelled,
+    DeltaUnsupported,
     EngineFault,
     InflightError,
     Malformed,
@@ -767,5 +768,12 @@ class StagingThread(Background):
         try:
             self._board.post(self._rank, self._status.to_dict())
         except ValueError:  # there are so many names that they do not fit
+            if self._status.state == "staged" and self._status.shares is not None:
+                # What no rank serves as a copy would keep its old bits unnoticed.
+                raise DeltaUnsupported(
+                    f"the delta changes {len(self._status.unfilled or ())} tensors "
+                    f"that rank {self._rank} does not serve, too many to name; send "
+                    "the whole version"
+                ) from None
             self._status = replace(self._status, named=None, unfilled=None)
             self._board.post(self._rank, self._status.to_dict())
