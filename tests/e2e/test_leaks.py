@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 from vllm.config.weight_transfer import WeightTransferConfig
 
+from benchmarks.gpu.memory import held_by
 from tests.e2e.conftest import stop
 from tests.support.calm.engine_starts import thawed
 from tests.support.engines.script import OPTIONS
@@ -84,16 +86,15 @@ def held() -> tuple[int, int]:
 
 
 def held_on_gpu() -> dict[str, int]:
-    """Bytes of the GPU that are taken, of tensors on it, and of page-locked memory.
+    """Bytes of the GPU that this process holds, of tensors there, and page-locked ones.
 
     Nothing where there is no GPU.
     """
     if not torch.cuda.is_available():
         return {}
     torch.cuda.synchronize()
-    free, total = torch.cuda.mem_get_info()
     return {
-        "taken": total - free,
+        "held": held_by({os.getpid()}),
         "tensors": torch.cuda.memory_allocated(),
         "page-locked": torch.cuda.host_memory_stats()["allocated_bytes.current"],
     }

@@ -4,6 +4,7 @@ Over gloo here; tests/gpu runs the same over NCCL.
 """
 
 import ctypes
+import os
 from collections.abc import Callable
 from itertools import repeat
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
+from benchmarks.gpu.memory import held_by
 from tests.e2e.test_trainer_failures import engine  # noqa: F401 (a fixture)
 from tests.robustness.soak.rank import held as held_of_groups
 from tests.support.engines.far_trainer import FarTrainer
@@ -39,15 +41,14 @@ def backend() -> str:
 
 
 def held() -> dict[str, float]:
-    """What this process, and the GPU that it decodes on, hold."""
+    """What this process holds, of the GPU that it decodes on as well."""
     found = held_of_groups()
     ctypes.CDLL("libc.so.6").malloc_trim(0)  # glibc keeps some of what is freed
     process = psutil.Process()
     found["resident_mib"] = process.memory_info().rss / MIB
     found["gpu_mib"] = 0.0
     if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        found["gpu_mib"] = (total - free) / MIB
+        found["gpu_mib"] = held_by({os.getpid()}) / MIB
     found["threads"], found["descriptors"] = process.num_threads(), process.num_fds()
     return found
 

@@ -8,7 +8,9 @@ import torch
 
 from vllm.inflight.errors import Conflict
 from vllm.inflight.worker.adopted_call import AdoptedCall
+from vllm.inflight.worker.model import layers
 from vllm.inflight.worker.staging.adopted import door as extension_door
+from vllm.inflight.worker.staging.adopted import weight_memory
 from vllm.inflight.worker.staging.adopted.door import Door
 
 CPU = torch.device("cpu")
@@ -70,6 +72,56 @@ def test_layers_that_are_made_anew_during_a_load_may_have_other_parameters() -> 
     door([])  # a load later: what was put there before is not taken over
     assert isinstance(door.failure, Conflict)
     assert param.data_ptr() != model[0].weight.data_ptr()
+
+
+def test_meta_parameters_that_a_method_replaces_are_put_back_too() -> None:
+    """They have no address that would differ."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False, device="meta"))
+    place = model[0].weight.untyped_storage()._cdata
+    door = Door(lambda _: None, model, torch.nn.Module(), clones=True, device=CPU)
+    model[0].weight.data = torch.ones(2, 2, device="meta")
+    door.bring_home()
+    assert model[0].weight.untyped_storage()._cdata == place
+    assert isinstance(door.failure, Conflict)
+
+
+@pytest.mark.parametrize("clones", [False, True])
+def test_the_model_is_walked_again_only_when_a_load_has_changed_it(
+    clones: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer may make a call for each of hundreds of tensors."""
+    walks: list[torch.nn.Module] = []
+
+    def parameters(model: torch.nn.Module) -> Any:
+        walks.append(model)
+        return layers.parameters(model)
+
+    monkeypatch.setattr(extension_door, "parameters", parameters)
+    monkeypatch.setattr(weight_memory, "parameters", parameters)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False))
+    replaces = False
+
+    def load(_: object) -> None:
+        if replaces:
+            replace_parameter(model[0])
+
+    door = Door(load, model, torch.nn.Module(), clones=clones, device=CPU)
+    door.call = AdoptedCall("it", door.note)
+
+    def call() -> None:
+        door.note_homes()
+        door.memory.note()
+        door([])
+
+    call()
+    walks.clear()
+    call()
+    assert walks == []
+    if clones:
+        replaces = True
+        call()
+        (known,) = door.memory.of(model[0].weight.data)
+        assert known.param is model[0].weight
 
 
 @pytest.mark.parametrize("kind", [list, tuple])

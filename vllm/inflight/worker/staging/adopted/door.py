@@ -116,6 +116,7 @@ class Door:
         self.memory = WeightMemory(model, live)
         self._children = [(m, dict(m._modules)) for m in model.modules()]
         self._layers = [layer for layer, _ in self._children]
+        self._noted: tuple[list[object], list[int]] | None = None
         self.note_homes()
         self._device = device
         self.failure: Exception | None = None
@@ -263,26 +264,41 @@ class Door:
 
     def _note_load(self) -> None:
         """A load may have given layers other memory, and has begun."""
-        if self._clones:
+        if self._clones and self.note_homes():
             self.memory.moved()
-            self.note_homes()
         if not self._is_used:
             # The first load has begun the load of all layers, and checked the plan.
             self._is_used, self._states = True, self._now()
 
-    def note_homes(self) -> None:
+    def note_homes(self) -> bool:
         """Remember the parameters and their places; nobody else changes them.
 
         With `clones` a load may, so it is called after each load, and before a method.
+        A trainer may make a call for each tensor, so the model is walked only if there
+        is something new.
+
+        Returns:
+            whether there was.
+
         """
+        if not self._is_changed():
+            return False
         self._homes = [(*at, at[-1].data) for at in parameters(self._model)]
         self._params = [param for *_, param, _ in self._homes]
-        self._found, self._places = self._contents()
+        self._noted = self._contents()
+        return True
+
+    def _is_changed(self) -> bool:
+        """Whether layers, parameters or places are others than those remembered."""
+        if self._noted is None:
+            return True
+        (found, places), (were, were_at) = self._contents(), self._noted
+        return places != were_at or not are_same(found, were)
 
     def _contents(self) -> tuple[list[object], list[int]]:
         """All layers and parameters of the model, and where parameters are."""
         with undirected():
-            return contents(self._layers), [*map(torch.Tensor.data_ptr, self._params)]
+            return contents(self._layers), [*map(_place, self._params)]
 
     def bring_home(self) -> None:
         """Put layers and parameters back that a method has replaced.
@@ -290,8 +306,7 @@ class Door:
         That is noted as a failure: what was put there was never checked, and compiled
         graphs go on with the memory that they know.
         """
-        found, places = self._contents()
-        if are_same(found, self._found) and places == self._places:
+        if not self._is_changed():
             return
         for layer, children in self._children:
             if layer._modules != children:
@@ -299,7 +314,7 @@ class Door:
                 self._note_replaced(f"the layers of {type(layer).__name__}")
         for name, layer, key, param, place in self._homes:
             is_own = layer._parameters.get(key) is param
-            if is_own and param.data_ptr() == place.data_ptr():
+            if is_own and _place(param) == _place(place):
                 continue
             param.data = place
             layer._parameters[key] = param
@@ -341,6 +356,11 @@ class Door:
             name: (id(param), 0 if param.is_inference() else int(param._version))
             for name, param in with_breaks(self._model.named_parameters())
         }
+
+
+def _place(param: torch.Tensor) -> int:
+    """The address of a parameter; one without memory has that of its storage object."""
+    return param.data_ptr() or -int(param.untyped_storage()._cdata)
 
 
 def write_conflict(
