@@ -190,21 +190,35 @@ def _counted(run: dict[str, Any]) -> str:
 
 
 class Collected:
-    """A plugin of pytest that notes every test, also those for another vLLM."""
+    """A plugin of pytest that notes every test, also those for another vLLM.
+
+    Attributes:
+        tests: by file.
+        lacking: tests that ask for a fixture that their file does not have. Files of
+            tests/gpu import tests of other folders, and have to import their fixtures.
+
+    """
 
     def __init__(self) -> None:
         self.tests = defaultdict[str, list[str]](list)
+        self.lacking: dict[str, list[str]] = {}
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
         file, _, name = item.nodeid.partition("::")
         self.tests[file].append(name)
+        assert isinstance(item, pytest.Function)
+        known = {"request", *item._fixtureinfo.name2fixturedefs}
+        if callspec := getattr(item, "callspec", None):
+            known.update(callspec.params)
+        if lacking := sorted(set(item.fixturenames) - known):
+            self.lacking[item.nodeid] = lacking
 
 
 def collected(folder: Path = ROOT / "tests" / "gpu") -> dict[str, list[str]]:
     """Test file → the tests that it has on a GPU; this takes ten seconds.
 
     Raises:
-        RuntimeError: pytest could not read a file.
+        RuntimeError: pytest could not read a file, or a test lacks a fixture.
 
     """
     seen, printed = Collected(), io.StringIO()
@@ -215,6 +229,8 @@ def collected(folder: Path = ROOT / "tests" / "gpu") -> dict[str, list[str]]:
         status = pytest.main([*arguments, str(folder)], [seen])
     if status:
         raise RuntimeError(f"pytest could not collect {folder}:\n{printed.getvalue()}")
+    for name, lacking in seen.lacking.items():
+        raise RuntimeError(f"{name} lacks the fixtures {', '.join(lacking)}")
     return seen.tests
 
 

@@ -14,6 +14,7 @@ from tests.e2e.test_adopted_direct_writes import (  # noqa: F401 (tests, run on 
     build,
     check_two_ranks,
     expected,
+    new_weights,
     test_a_method_that_writes_every_parameter_itself_brings_a_version,
     test_a_scrub_finds_what_changes_after_a_version_that_a_method_has_written,
     test_a_version_that_lacks_what_the_last_one_had_changes_nothing,

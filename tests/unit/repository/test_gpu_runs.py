@@ -200,9 +200,9 @@ def test_the_tests_of_a_file_are_those_that_it_has_on_a_gpu(tmp_path):
         "print(dict(collected(Path(sys.argv[1]))))"
     )
 
-    def collect():
+    def collect(folder=tmp_path):
         return subprocess.run(
-            [sys.executable, "-c", command, str(tmp_path)],
+            [sys.executable, "-c", command, str(folder)],
             cwd=gpu_runs.ROOT,
             capture_output=True,
             text=True,
@@ -211,6 +211,13 @@ def test_the_tests_of_a_file_are_those_that_it_has_on_a_gpu(tmp_path):
     assert collect().stdout.strip() == "{'test_fake.py': ['test_one[GPU]']}"
     (tmp_path / "test_broken.py").write_text("import nothing_of_that_name")
     assert "No module named 'nothing_of_that_name'" in collect().stderr
+    (tmp_path / "test_broken.py").write_text(
+        "import pytest\n@pytest.mark.gpu\ndef test_two(request, other): pass\n"
+    )
+    assert "test_two lacks the fixtures other" in collect().stderr
+    # Without a GPU, each test is skipped before it asks for its fixtures.
+    every = collect(gpu_runs.ROOT / "tests" / "gpu")
+    assert every.stdout and not every.returncode, every.stderr
 
 
 def test_the_table_names_every_gpu_test_and_only_existing_cpu_tests():

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from triton import knobs
 
 from tests.support.waiting import until
 from vllm.inflight import messages
@@ -121,7 +122,14 @@ def test_kernels_of_copies_are_loaded_before_anything_is_decoded(
 ):
     """Into what is served, from that and from what the start checkpoint holds."""
     seen: list[Any] = []
-    monkeypatch.setattr(replay_plan, "warm", lambda *args: seen.append(args))
+    runtime = knobs.runtime
+    monkeypatch.setattr(runtime, "jit_post_compile_hook", pytest.fail)  # vLLM's
+
+    def warm(*args: object) -> None:
+        assert runtime.jit_post_compile_hook is None
+        seen.append(args)
+
+    monkeypatch.setattr(replay_plan, "warm", warm)
     monkeypatch.setattr(device_writer, "warm", lambda *args, **options: None)
     monkeypatch.setattr(drift, "warm", lambda *args: None)
     gpu = torch.device("cuda")
@@ -132,6 +140,7 @@ def test_kernels_of_copies_are_loaded_before_anything_is_decoded(
     stager._warm()
     served = {torch.float32}
     assert seen == [(gpu, served | {torch.bfloat16}, served)]
+    assert runtime.jit_post_compile_hook is pytest.fail
 
 
 @pytest.mark.parametrize("fault", [SystemExit(3), KeyboardInterrupt(), OSError("no")])

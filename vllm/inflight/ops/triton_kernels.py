@@ -7,7 +7,8 @@ Sums wrap modulo 2**64, as in the definition.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -21,6 +22,19 @@ CHUNKS_PER_PROGRAM = CHUNKS_PER_STEP * STEPS
 
 ROW = 4
 """int64 values of a tensor's sums: a, b, non-finite values, and one unused."""
+
+
+@contextmanager
+def compiling_at_start() -> Iterator[None]:
+    """Context: what Triton compiles here delays no step, since nothing is decoded yet.
+
+    vLLM has warmed up before. From then on it warns of each kernel that is compiled,
+    and with `--jit-monitor-mode error` it fails.
+    """
+    runtime = triton.knobs.runtime
+    with runtime.scope():
+        runtime.jit_post_compile_hook = None
+        yield
 
 
 # No argument is specialised, because compiling holds the interpreter's lock. The kernel

@@ -293,9 +293,11 @@ class StagingWorker:
         """Compile and load kernels, before there is anything to decode."""
         module, device = self.shadow.module, self.worker.device
         if device.type == "cuda" and module is not None:
+            from vllm.inflight.ops.triton_kernels import compiling_at_start
+
             dtypes = {param.dtype for param in module.parameters()}
             is_logged = self.shadow.log is not None
-            with self.staging_stream():
+            with self.staging_stream(), compiling_at_start():
                 replay_plan.warm(device, self.shadow.arriving_dtypes, dtypes)
                 drift.warm(device)
                 largest = self.shadow.start_checkpoint.largest
