@@ -108,9 +108,9 @@ OF_RANKS = [
 LAST = [
     Job("bench-memory", (0.5,), 300, MEMORY),
     Job("bench-steps", (0.2,), 800, STEPS, least=200),
-    Job("soak-nccl", (0.05, 0.05), 780, f"{SOAK} inflight_nccl", least=690),
-    Job("soak-ipc", (0.05,), 780, f"{SOAK} inflight_ipc", least=690),
-    Job("soak-log", (0.05,), 780, f"{SOAK} inflight_ipc --staging delta", least=690),
+    Job("soak-nccl", (0.05, 0.05), 900, f"{SOAK} inflight_nccl", least=780),
+    Job("soak-ipc", (0.05,), 900, f"{SOAK} inflight_ipc", least=780),
+    Job("soak-log", (0.05,), 900, f"{SOAK} inflight_ipc --staging delta", least=780),
 ]
 WHOLE_AND_1 = "gpu.delta --shares 0.01 --updates 6 --arms"
 BOTH = f"{WHOLE_AND_1} device upstream --ranks"
@@ -137,10 +137,9 @@ SHARDS = {"families": 3, "family_ranks": 3, "quantised_ranks": 2, "drafters": 2}
 SHARDS |= {"delta_staging": 2, "delta_staging_ranks": 2, "ranks_fed_from_third_gpu": 2}
 SHARDS |= {"quantised_deltas": 3, "quantised": 3, "adopted_direct_writes": 2}
 """The files of tests/gpu that take longest, and over how many jobs each is spread."""
-ALONE = ["arena", "examples", "sleep", "soak", "two_ranks_sleep", "out_of_memory"]
-ALONE += ["routed_experts", "colocated_round", "sglang_handles", "long_groups"]
-ALONE += ["production_size", "memory_of_staging", "memory_of_deltas"]
-"""They look at the memory of their GPUs."""
+ALONE = ["arena", "examples", "sleep", "soak", "out_of_memory", "production_size"]
+ALONE += ["routed_experts", "colocated_round", "sglang_handles"]
+"""They take most memory of their GPUs, or look at all of it."""
 
 
 def tests(path: str, num_gpus: int) -> list[Job]:

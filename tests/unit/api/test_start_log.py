@@ -10,7 +10,9 @@ from vllm.inflight.api.server import start_log
 from vllm.inflight.config import ADMIN_KEY_ENV
 
 
-async def line(monkeypatch: pytest.MonkeyPatch, engine: Engine, **args: object) -> str:
+async def lines_of(
+    monkeypatch: pytest.MonkeyPatch, engine: Engine, **args: object
+) -> list[str]:
     lines: list[str] = []
 
     def info(text: str, *values: object) -> None:
@@ -18,7 +20,11 @@ async def line(monkeypatch: pytest.MonkeyPatch, engine: Engine, **args: object) 
 
     monkeypatch.setattr(start_log.logger, "info", info)
     await start_log.log_start(engine, Namespace(**{"api_key": None} | args))
-    (found,) = lines
+    return lines
+
+
+async def line(monkeypatch: pytest.MonkeyPatch, engine: Engine, **args: object) -> str:
+    (found,) = await lines_of(monkeypatch, engine, **args)
     return found
 
 
@@ -68,3 +74,33 @@ async def test_the_start_log_says_how_large_the_log_of_delta_staging_is(
         "one set of weights, and a log of 2.00 GiB, which goes on in up to 5.00 GiB of "
         "host memory; buckets take 0.50 GiB more"
     ) in await line(monkeypatch, OneSet())
+
+
+@pytest.mark.parametrize(
+    ("device", "executor", "reason", "is_advised"),
+    [
+        ("cuda", "uni", None, True),
+        ("cuda", "mp", None, False),
+        ("cpu", "uni", None, False),
+        ("cuda", "uni", "staging is off", False),
+    ],
+)
+async def test_a_process_for_the_worker_is_advised_where_it_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    executor: str,
+    reason: str | None,
+    is_advised: bool,
+) -> None:
+    class OnDevice(Engine):
+        async def call_utility_all_async(self, _: str, *__: object) -> list[dict]:
+            return [{"ok": {"bytes": 1 << 30, "reason": reason}}]
+
+    engine = OnDevice()
+    engine.vllm_config.device_config = SimpleNamespace(device_type=device)
+    parallel = SimpleNamespace(distributed_executor_backend=executor)
+    engine.vllm_config.parallel_config = parallel
+    _, *more = await lines_of(monkeypatch, engine)
+    assert ["--distributed-executor-backend mp" in each for each in more] == (
+        [True] if is_advised else []
+    )

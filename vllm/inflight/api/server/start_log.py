@@ -1,4 +1,4 @@
-"""The line that a server logs at its start: what vLLM in-flight does in it."""
+"""What a server logs at its start: what vLLM in-flight does in it."""
 
 from __future__ import annotations
 
@@ -18,27 +18,44 @@ if TYPE_CHECKING:
 
 logger = upstream.init_logger(__name__)
 
+NO_UPDATES = "no updates in flight"
+
 
 async def log_start(engine: EngineClient, args: Arguments) -> None:
     """Log version, staging, transport, callers, prefix cache and pauses."""
     config = engine.vllm_config
+    staging = await _staging(config, control_of(engine))
     logger.info(
         "vllm-inflight %s: %s; transport %s; control routes for %s; prefix cache %s; "
         "pauses: %s",
         vllm.inflight.__version__,
-        await _staging(config, control_of(engine)),
+        staging,
         _transport(config),
         _callers(args),
         InflightConfig.of(config).prefix_cache,
         InflightConfig.of(config).pauses,
     )
+    if not staging.startswith(NO_UPDATES) and _shares_process(config):
+        logger.info(
+            "vllm-inflight: the worker is in the process of the engine core, so staging "
+            "takes time from both. With --distributed-executor-backend mp it has a "
+            "process of its own, and an update costs less decoding"
+        )
+
+
+def _shares_process(config: VllmConfig) -> bool:
+    """Whether the worker of a GPU shares an interpreter with the engine core."""
+    if _device_of(config) != "cuda":
+        return False
+    parallel = getattr(config, "parallel_config", None)
+    return getattr(parallel, "distributed_executor_backend", None) == "uni"
 
 
 async def _staging(config: VllmConfig, control: Control) -> str:
     replies = await control.ask(ReadStaging())
     reason = next((r["reason"] for r in replies if r["reason"] is not None), None)
     if reason is not None:
-        return f"no updates in flight ({reason})"
+        return f"{NO_UPDATES} ({reason})"
     num_bytes = sum(reply["bytes"] for reply in replies)
     if any(reply.get("has_logs") for reply in replies):
         on_host = sum(reply.get("host_bytes", 0) for reply in replies)
@@ -49,9 +66,12 @@ async def _staging(config: VllmConfig, control: Control) -> str:
         )
     chosen = InflightConfig.of(config).staging
     if chosen == "auto":
-        device = getattr(getattr(config, "device_config", None), "device_type", None)
-        chosen = "device" if device == "cuda" else "host"
+        chosen = "device" if _device_of(config) == "cuda" else "host"
     return f"shadow weights of {size(num_bytes)} in {chosen} memory"
+
+
+def _device_of(config: VllmConfig) -> str | None:
+    return getattr(getattr(config, "device_config", None), "device_type", None)
 
 
 def _transport(config: VllmConfig) -> str:
