@@ -37,9 +37,9 @@ async def log_start(engine: EngineClient, args: Arguments) -> None:
     )
     if not staging.startswith(NO_UPDATES) and _shares_process(config):
         logger.info(
-            "vllm-inflight: the worker is in the process of the engine core, so staging "
-            "takes time from both. With --distributed-executor-backend mp it has a "
-            "process of its own, and an update costs less decoding"
+            "vllm-inflight: the worker is in the process of the engine core, so "
+            "staging takes time from both. With --distributed-executor-backend mp it "
+            "has a process of its own, and an update costs less decoding"
         )
 
 
