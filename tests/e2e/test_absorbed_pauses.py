@@ -25,6 +25,7 @@ from tests.support.engines.bare_core import (
 from tests.support.engines.core_door import Door
 from tests.support.frameworks.by_hand import AReaL, PipelineRL, PrimeRL, SkyRL
 from tests.support.frameworks.core import beside_steps, extended_core
+from tests.support.frameworks.openrlhf import Extension as OpenRLHF
 from vllm.inflight.engine.pause.absorption import Need
 
 pytestmark = pytest.mark.engine
@@ -35,8 +36,8 @@ NUM_TOKENS = 1900 if HAS_GPU else 900
 SCHEDULING = ["async"] if HAS_GPU else ["sync", "async"]
 
 
-class Extension(PrimeRL, SkyRL, AReaL, PipelineRL):
-    """The calls of four frameworks, and one that nobody knows."""
+class Extension(PrimeRL, SkyRL, AReaL, PipelineRL, OpenRLHF):
+    """The calls of five frameworks, and one that nobody knows."""
 
     def tests_load(self: Any, tensors: dict[str, torch.Tensor], notes: Any) -> None:
         notes()
@@ -97,6 +98,34 @@ def test_a_frameworks_pause_around_its_adopted_update_stops_no_token(
     first, last = beside_steps(streams, sync)
     assert last > first, "tokens came while the engine was told to pause"
     assert enforced(core) == before
+    num = ended_soon(streams, "runs")
+    labels_across(streams, "old", served(core)[0], num)
+
+
+def test_a_framework_that_makes_a_call_for_each_tensor_stops_every_step(
+    core: EngineCore, folders: dict[str, Path]
+) -> None:
+    """Beside decoding each of its calls would wait for steps."""
+    before = enforced(core).get(Need.SINGLE_TENSORS, 0)
+    streams = running(core)
+    dtype = torch.bfloat16
+
+    def sync() -> list[int]:
+        in_turn(core, "pause", mode="in_place")
+        counts = []
+        *others, last = tensors_of(folders["new"]).items()
+        for name, tensor in (*others, last):
+            handle = {"the GPU": (lambda sent=tensor: sent, ())}
+            args = name, dtype, tensor.shape, handle, name == last[0]
+            assert core.collective_rpc("update_weight_cuda_ipc", args=args) == [None]
+            counts.append(num_sampled(core, "runs"))
+        stands_still(core)
+        in_turn(core, "resume")
+        return counts
+
+    counts = beside_steps(streams, sync)
+    assert len(set(counts)) == 1
+    assert enforced(core)[Need.SINGLE_TENSORS] == before + 1
     num = ended_soon(streams, "runs")
     labels_across(streams, "old", served(core)[0], num)
 

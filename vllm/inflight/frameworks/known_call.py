@@ -87,6 +87,9 @@ class KnownCall:
     Every call that raises has failed."""
     obstacle: Callable[[Arguments], str | None] = _never
     """Why a call with these arguments is not adopted, as a clause; None if it is."""
+    is_single: bool = False
+    """Whether each call brings one tensor. Beside decoding each of hundreds of calls
+    would wait for steps, so a pause around them is not absorbed any more."""
     may_lack: bool = False
     """Whether a version may leave out tensors, which then keep their live values. The
     first version of a framework decides which, and later versions have to agree."""

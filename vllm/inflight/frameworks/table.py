@@ -32,6 +32,7 @@ OPENRLHF = (
         role=Role.PART,
         is_last=_has_empty_cache,
         names=_one_name,
+        is_single=True,
         may_lack=True,
     ),
     KnownCall(
@@ -41,6 +42,7 @@ OPENRLHF = (
         role=Role.PART,
         is_last=_has_empty_cache,
         names=_one_name,
+        is_single=True,
         may_lack=True,
     ),
 )
@@ -96,6 +98,7 @@ SWIFT = (
         parameters=("name", "dtype", "shape"),
         role=Role.PART,
         names=_one_name,
+        is_single=True,
         may_lack=True,
     ),
     KnownCall(

@@ -37,6 +37,8 @@ class Need(StrEnum):
 
     WORKER_CALL = "worker_call"
     """A call of the workers that may read or write weights, and is not adopted."""
+    SINGLE_TENSORS = "single_tensors"
+    """An adopted call of a framework that makes one for each tensor."""
     LOAD = "load"
     """`load_weights` of the live model, called in the engine's own process."""
     WRITE = "write"
