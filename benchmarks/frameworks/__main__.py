@@ -15,7 +15,8 @@ the same calls:
   and the end of the pause. Both versions are in the host's page cache.
 
 The first arm absorbs pauses; OpenRLHF's takes force at its first tensor. Of OpenRLHF
-and prime-rl it also makes the calls without the pause. OpenRLHF's would let plain vLLM decode with a mixture of both versions.
+and prime-rl it also makes the calls without the pause. OpenRLHF's would let plain vLLM
+decode with a mixture of both versions.
 
 `--tiny` tries the benchmark out with a tiny model, also without a GPU.
 """
