@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from vllm import SamplingParams
 
 from tests.support.engines.mixtures import NORMS, part
@@ -134,6 +134,33 @@ def test_a_scrub_reads_packed_weights_in_the_form_that_is_multiplied(
         assert (found["result"], found["different"]) == ("different", names)
     finally:
         swap()
+
+
+@pytest.mark.parametrize(
+    ("value", "is_read"), [(0.0, True), (-0.0, False), (1e-40, False)]
+)
+def test_bits_that_a_packed_form_loses_are_no_difference(
+    llm: Any,
+    folders: tuple[Path, Path],
+    tmp_path: Path,
+    value: float,
+    is_read: bool,
+) -> None:
+    """The CPU build reads a packed weight through its GEMM."""
+    name = "model.layers.0.mlp.down_proj.weight"
+    weights = load_file(folders[1] / "model.safetensors")
+    weights[name].view(-1)[5] = value
+    save_file(weights, tmp_path / "model.safetensors")
+    llm.update_weights_from_disk(str(tmp_path), "with zeros")
+    found = llm.verify_weights()
+    assert (found["result"], found["different"]) == ("equal", [])
+    assert found["num_tensors"] + found["num_unknown"] == num_tensors(tmp_path)
+    assert set(found["unknown"]) <= (set() if is_read else {name})
+    change(llm, "model.norm.weight")
+    try:
+        assert llm.verify_weights()["different"] == ["model.norm.weight"]
+    finally:
+        change(llm, "model.norm.weight")
 
 
 @pytest.mark.parametrize("part", [WEIGHTS, KV_CACHE])

@@ -86,7 +86,7 @@ class Engine:
         return [
             FOUND
             | {"names": [], "wrong": self.wrong, "unknown": [], "num_marked": 1}
-            | {"marks": {}}
+            | {"inexact": [], "marks": {}}
         ]
 
     def scrub_slice(self) -> None:

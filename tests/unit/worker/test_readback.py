@@ -8,6 +8,7 @@ import pytest
 import torch
 from vllm.model_executor.model_loader.weight_utils import sharded_weight_loader
 
+from vllm.inflight.errors import EngineFault
 from vllm.inflight.worker.model.kinds.hidden_weights import PACKED
 from vllm.inflight.worker.verify.readback import content, rows
 
@@ -54,6 +55,21 @@ def test_a_weight_that_is_packed_and_kept_is_read_with_the_sign_of_each_zero() -
     vars(layer)[PACKED] = lambda x, weight, bias: x @ (kept + 0.0).t()
     read = content(layer, "weight", kept)
     assert torch.equal(read.view(torch.int32), kept.view(torch.int32))
+
+
+def test_a_packed_form_that_makes_zeros_of_numbers_next_to_zero_is_of_its_weight() -> (
+    None
+):
+    """A GEMM may do that with numbers that are not normal, and loses no other bit."""
+    kept = torch.tensor([[1e-40, 1.0], [2.0, -0.0]])
+    layer = torch.nn.Module()
+    seen = kept.where(kept.abs() > 1e-30, 0.0)
+    vars(layer)[PACKED] = lambda x, weight, bias: x @ seen.t()
+    read = content(layer, "weight", kept)
+    assert torch.equal(read.view(torch.int32), kept.view(torch.int32))
+    seen[1, 0] = 0.0
+    with pytest.raises(EngineFault, match="two versions"):
+        content(layer, "weight", kept)
 
 
 class Mixer(torch.nn.Module):

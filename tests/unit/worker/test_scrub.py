@@ -297,7 +297,8 @@ def reply(held: dict[str, Held]) -> dict[str, Any]:
             found["sums"].extend(sums - count)
             found["covered"].append(part.numel())
     packed = {key: numbers.tobytes() for key, numbers in found.items()}
-    return packed | {"names": names, "wrong": [], "unknown": [], "num_marked": 0}
+    lists = dict.fromkeys(("wrong", "inexact", "unknown"), list[str]())
+    return packed | lists | {"names": names, "num_marked": 0}
 
 
 def test_a_scrub_adds_up_shards_and_requires_equal_copies():
@@ -317,6 +318,17 @@ def test_a_scrub_adds_up_shards_and_requires_equal_copies():
     shards[1]["w"] = (whole, (whole[:4], 0))
     told = judged([reply(held) for held in shards])
     assert (told["result"], told["unknown"]) == ("equal", ["w"])
+
+
+def test_a_tensor_that_was_not_read_with_all_of_its_bits_is_not_called_different():
+    whole, norm = torch.randn(8, 4), torch.randn(4)
+    held = {"w": (whole, (whole + 1, 0)), "n": (norm, (norm + 1, 0))}
+    told = judged([reply(held) | {"inexact": ["w"]}])
+    assert (told["result"], told["different"]) == ("different", ["n"])
+    assert (told["unknown"], told["num_tensors"]) == (["w"], 1)
+    held = {"w": (whole, (whole, 0)), "n": (norm, (norm, 0))}
+    told = judged([reply(held) | {"inexact": ["w"]}])
+    assert (told["result"], told["unknown"], told["num_tensors"]) == ("equal", [], 2)
 
 
 def test_a_scrub_counts_a_part_that_all_ranks_have_beside_shards_once():

@@ -348,11 +348,16 @@ def judged(ranks: list[dict[str, Any]]) -> Result:
     is_all = (num_covered == found.numel) & (found.numel > 0)
     is_wrong |= is_all & (total != found.expected).any(dim=1)
     different = {name for each in ranks for name in each["wrong"]}
-    different |= {names[number] for number in is_wrong.nonzero().flatten().tolist()}
-    num_tensors = int(is_all.sum())
+    inexact = {name for each in ranks for name in each["inexact"]}
+    is_unread = torch.tensor([name in inexact for name in names], dtype=torch.bool)
+    found_wrong = (is_wrong & ~is_unread).nonzero().flatten().tolist()
+    different |= {names[number] for number in found_wrong}
+    is_unread &= is_wrong
+    num_tensors = int((is_all & ~is_unread).sum())
     num_parameters = sum(each["num_marked"] for each in ranks)
     unknown = {name for each in ranks for name in each["unknown"]}
     in_part = ((num_covered > 0) & ~is_all).nonzero().flatten().tolist()
+    in_part += is_unread.nonzero().flatten().tolist()
     unknown |= {names[number] for number in in_part}
     result = "equal" if num_tensors or num_parameters else "unknown"
     return {

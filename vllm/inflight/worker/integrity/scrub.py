@@ -34,7 +34,7 @@ from vllm.inflight.worker.model.layers import parameters
 from vllm.inflight.worker.replay_plan import Entry, View, are_apart, span
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.verify.content import Facts
-from vllm.inflight.worker.verify.readback import content
+from vllm.inflight.worker.verify.readback import content, has_lost
 
 SLICE_BYTES, SLICE_BYTES_OF_HOST = 256 << 20, 4 << 20
 """Bytes of parameters that are read between two steps, on a GPU and on the CPU build.
@@ -278,6 +278,7 @@ class Scrub:
         self._sums = Sums(layout.device, layout.num_rows)
         self._slices = list(layout.slices(self._copies))
         self._wrong: set[str] = set()
+        self._inexact: set[str] = set()
         self._error: Exception | None = None
 
     @property
@@ -292,7 +293,9 @@ class Scrub:
         """
         if self._slices:
             try:
-                self._wrong |= self._slices.pop(0).read(self._sums)
+                read = self._slices.pop(0)
+                self._wrong |= read.read(self._sums)
+                self._inexact |= read.inexact
             except Exception as error:
                 self._error = self._error or error
 
@@ -305,7 +308,8 @@ class Scrub:
         covered.index_add_(0, layout.owners, layout.covered)
         is_wrong = (sums != self._expected()).any(1) & (covered == layout.numel)
         names = zip(layout.names, is_wrong.tolist(), strict=True)
-        return [name for name, wrong in names if wrong and name in self._facts]
+        known = self._facts.keys() - self._inexact
+        return [name for name, wrong in names if wrong and name in known]
 
     def result(self) -> dict[str, Any]:
         """The findings, once every slice has been read.
@@ -323,6 +327,8 @@ class Scrub:
             - `covered`: elements of each part; 0 of a tensor that the version lacks.
             - `wrong`: parameters that differ from when they were staged, and tensors
               with a part that is served in two different forms.
+            - `inexact`: tensors of which some bits may not have been read. One that
+              differs is not known to.
             - `unknown`: parameters of which nothing is known.
             - `num_marked`: number of parameters compared with how they were staged.
             - `marks`: digests of all parameters that are no copies.
@@ -355,6 +361,7 @@ class Scrub:
             "sums": _bytes(rows[layout.rows].view(-1, 2)),
             "covered": _bytes(layout.covered * is_here[layout.owners]),
             "wrong": sorted(self._wrong),
+            "inexact": sorted(self._inexact),
             "unknown": unknown,
             "num_marked": len(known),
             "marks": marks,
@@ -489,6 +496,8 @@ class ScrubSlice:
         self._of_host: list[tuple[ScrubbedParameter, Forms | None]] = []
         """Parameters that are located at each scrub: packed weights move."""
         self._addresses: list[tuple[torch.Tensor, int]] = []
+        self.inexact: set[str] = set()
+        """Tensors in parameters that may have been read without all of their bits."""
 
     def add(self, place: ScrubbedParameter, forms: Forms | None) -> None:
         """Read a parameter too; part by part if it is a copy of tensors.
@@ -531,6 +540,8 @@ class ScrubSlice:
                 logger.error("scrub: %s: %s", place.param, error)
                 odd.add(place.param)
                 continue
+            if has_lost(place.layer, place.key, tensor):
+                self.inexact |= place.names
             reading = Reading(self._scratch)
             for row, each, part in _parts(place, tensor, forms):
                 if part is None:

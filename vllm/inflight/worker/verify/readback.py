@@ -2,9 +2,10 @@
 
 The CPU build takes the weights of a linear layer out of their parameter and packs them
 for its GEMM. They are read back through that GEMM, by multiplying with the unit matrix.
-So the result is the weight that decoding uses. (Each element is a sum of one product
-and many zeros, which is exact except for the sign of a zero. A weight that the build
-has twice is read from its parameter, once both are found equal.)
+So the result is the weight that decoding uses. Each element is a sum of one product
+and many zeros. That is exact, except that zeros lose their sign, and numbers that are
+not normal may become zeros. A weight that the build has twice is read from its
+parameter, once both are found equal.
 """
 
 from __future__ import annotations
@@ -206,10 +207,20 @@ def content(layer: torch.nn.Module, key: str, param: torch.Tensor) -> torch.Tens
         return packed
     # Zero times Inf is NaN, so one such number hides all others of its row.
     is_plain, is_read = (t.isfinite().all(dim=1) for t in (param.data, packed))
-    same = torch.equal(packed[is_read], param.data[is_read])
+    plain, read = param.data[is_read], packed[is_read]
+    is_lost = (read == 0) & (plain.abs() < torch.finfo(plain.dtype).tiny)
+    same = bool(((read == plain) | is_lost).all())
     if not (same and torch.equal(is_plain, is_read)):
         raise EngineFault("a weight and its packed form belong to two versions")
-    return param.data  # equal, and with the sign of each zero
+    return param.data  # equal, and with what the packed form has lost
+
+
+def has_lost(layer: torch.nn.Module, key: str, read: torch.Tensor) -> bool:
+    """Whether `content` may have lost the sign of a zero, or a number next to zero."""
+    is_packed = key == "weight" and PACKED in vars(layer)
+    param = layer._parameters.get(key)
+    is_twice = param is not None and param.numel() > 0
+    return is_packed and not is_twice and not bool(read.all())
 
 
 def _dtype(layer: torch.nn.Module, param: torch.Tensor) -> Any:
