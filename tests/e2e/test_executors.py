@@ -4,6 +4,7 @@ none may.
 Ray is not among the requirements; where it is not installed, its tests are skipped.
 """
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -12,14 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.e2e.test_pipeline_parallel import (
     every_step_is_of_one_version,
     every_token_is_of_its_version,
 )
+from tests.support.engines.probe import greedy
 from tests.support.engines.script import run_script
 from tests.support.ports import free_port
 from tests.support.shared_memory import sweep
+from vllm.inflight.trainer import Publisher
 
 pytestmark = pytest.mark.engine
 
@@ -122,3 +126,44 @@ def test_engines_of_one_rank_under_an_external_launcher_all_commit(
     new, old = (seen[0][version] for version in ("after", "before"))
     assert [engine["after"] for engine in seen] == [new, new]
     assert [engine["lists"] for engine in seen] == [[new, new], [new, old]]
+
+
+STAGINGS = ["device", "delta"] if torch.cuda.is_available() else ["auto"]
+
+
+@pytest.mark.parametrize("staging", STAGINGS)
+def test_a_worker_with_a_process_of_its_own_takes_versions_and_deltas(
+    start: Callable[..., Any],
+    old: Path,
+    new: Path,
+    staging: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One rank, which vLLM's default executor has in the engine core's process."""
+    # A process that has computed on a CPU's threads is not to be forked.
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    inflight = {"staging": staging} | ({"delta_gib": 1.0} if staging == "delta" else {})
+    fresh = greedy(start(new))
+    llm = start(
+        old,
+        distributed_executor_backend="mp",
+        worker_extension_cls="tests.support.engines.transport.Extension",
+        weight_transfer_config={"backend": "local"},
+        additional_config={"inflight": inflight},
+    )
+    assert llm.collective_rpc(lambda _: os.getpid()) != [os.getpid()]
+    before = greedy(llm)
+    llm.update_weights_from_disk(str(new), "new")
+    assert greedy(llm) == fresh
+    llm.rollback_weights()
+    assert greedy(llm) == before
+    weights = load_file(new / "model.safetensors")
+    with Publisher(llm, weights) as to:
+        assert not to.publish().is_delta
+        assert greedy(llm) == fresh
+        for tensor in weights.values():
+            tensor.view(-1).view(torch.int16)[::100] ^= 1
+        assert to.publish().is_delta
+    assert llm.verify_weights()["result"] == "equal"
+    llm.rollback_weights()
+    assert greedy(llm) == fresh

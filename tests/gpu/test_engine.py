@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.e2e.test_executors import (  # noqa: F401 (a test, run here on a GPU)
+    test_a_worker_with_a_process_of_its_own_takes_versions_and_deltas,
+)
 from tests.support.engines.probe import (
     commits_and_rollbacks,
     flips_under_load,

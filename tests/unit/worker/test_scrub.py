@@ -297,7 +297,7 @@ def reply(held: dict[str, Held]) -> dict[str, Any]:
             found["sums"].extend(sums - count)
             found["covered"].append(part.numel())
     packed = {key: numbers.tobytes() for key, numbers in found.items()}
-    lists = dict.fromkeys(("wrong", "inexact", "unknown"), list[str]())
+    lists = {key: list[str]() for key in ("wrong", "inexact", "unknown")}
     return packed | lists | {"names": names, "num_marked": 0}
 
 
