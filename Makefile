@@ -61,7 +61,7 @@ check: setup lint ## lint, types and the quick tests, which start no engine: abo
 	$(PY) -m pytest tests/unit -n 4 -m "not seconds and not gpu and not slow and not upstream and not engine"
 
 # They look at how much of the GPU's memory is free, which other lanes would change, or take it.
-ALONE := $(addprefix tests/gpu/test_,arena.py examples.py sleep.py soak.py out_of_memory.py colocated_round.py sglang_handles.py production_size.py)
+ALONE := $(addprefix tests/gpu/test_,arena.py examples.py sleep.py soak.py out_of_memory.py routed_experts.py colocated_round.py sglang_handles.py production_size.py)
 
 test-gpu: setup ## the tests that need an NVIDIA GPU
 	$(PY) -m pytest -m gpu --junitxml out/gpu/alone.xml $(ALONE)

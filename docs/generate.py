@@ -165,7 +165,8 @@ def _gaps(framework: Framework) -> str:
 
     if row := framework.pause:
         obey, absorb = of_arms("framework-pauses.json", row)
-        parts.append(f"pause {obey:.1f} s, absorbed {absorb:.1f} s (CPU)")
+        absorbed = f", absorbed {absorb:.1f} s" if framework.is_absorbed else ""
+        parts.append(f"pause {obey:.1f} s{absorbed} (CPU)")
     if row := framework.without_pause:  # both arms do the same
         slower = max(of_arms("framework-unpaused.json", row))
         parts.append(f"no pause: {slower:.1f} s (CPU)")

@@ -124,7 +124,7 @@ def test_a_framework_that_makes_a_call_for_each_tensor_stops_every_step(
         return counts
 
     counts = beside_steps(streams, sync)
-    assert len(set(counts)) == 1
+    assert len(counts) > 20 and len(set(counts[5:])) == 1
     assert enforced(core)[Need.SINGLE_TENSORS] == before + 1
     num = ended_soon(streams, "runs")
     labels_across(streams, "old", served(core)[0], num)

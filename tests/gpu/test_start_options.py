@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.e2e.test_start_options import is_refused
 from tests.support.engines.probe import greedy
+from tests.support.engines.script import run_script
 from vllm.inflight.errors import ConfigError
-from vllm.inflight.trainer import Publisher
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,28 +45,17 @@ def test_offloading_is_rejected_by_its_flag_if_shadow_weights_were_requested(
 
 @pytest.mark.parametrize("staging", ["device", "delta"])
 def test_no_kernel_of_ours_is_compiled_once_vllm_has_warmed_up(
-    start: Callable[..., Any], old: Path, new: Path, staging: str
+    old: Path, new: Path, staging: str
 ) -> None:
-    """`--jit-monitor-mode error` makes vLLM fail at such a kernel."""
-    fresh = greedy(start(new))
-    log = {"delta_gib": 1.0} if staging == "delta" else {}
-    llm = start(
-        old,
-        jit_monitor_mode="error",
-        weight_transfer_config={"backend": "local"},
-        additional_config={"inflight": {"staging": staging} | log},
-    )
-    before = greedy(llm)
-    llm.update_weights_from_disk(str(new), "new")
-    assert greedy(llm) == fresh
-    weights = load_file(new / "model.safetensors")
-    with Publisher(llm, weights) as to:
-        assert not to.publish().is_delta
-        for tensor in weights.values():
-            tensor.view(-1).view(torch.int16)[::100] ^= 1
-        assert to.publish().is_delta
-    llm.rollback_weights()
-    assert greedy(llm) == fresh
-    llm.update_weights_from_disk(str(old), "old")
-    assert greedy(llm) == before
-    assert llm.verify_weights()["result"] == "equal"
+    """vLLM warns of each, and with `--jit-monitor-mode error` it fails."""
+    room = "tests.support.gpu"
+    seen = run_script("compiled", staging, old, new, room=room, spawned=True)
+    assert seen == {
+        "watched": True,
+        "start": [],
+        "later": [],
+        "is_delta": True,
+        "rolled back": True,
+        "back": True,
+        "verified": "equal",
+    }

@@ -136,7 +136,7 @@ class InflightConfig:
         "'obey': a pause stops decoding. 'absorb': a pause 'in_place' (upstream's "
         "'keep') or 'retract' is answered at once, and decoding goes on until "
         "something needs the pause: an out-of-band write, a worker call that is not "
-        "adopted, a sleep, or ten seconds without an update.",
+        "adopted or brings a single tensor, a sleep, or ten seconds without an update.",
         choices=("obey", "absorb"),
     )
     pause_lease_s: float = _knob(

@@ -487,13 +487,18 @@ def test_a_session_stays_in_place_at_a_commit_under_a_pause_that_retracts(
         assert of_new and all(w == 1 for s in of_new for w in s.kv) is is_whole
 
 
+@pytest.mark.parametrize("is_in_force", [False, True])
 @pytest.mark.parametrize("prefix_cache", ["versioned", "shared"])
 def test_a_commit_that_drops_no_caches_for_a_session_is_rejected_if_these_are_shared(
-    make: Callable[..., EngineCore], prefix_cache: str
+    make: Callable[..., EngineCore], prefix_cache: str, is_in_force: bool
 ) -> None:
+    """Whether the pause that asked for it is absorbed, or has taken force meanwhile."""
     flags = {"pauses": "absorb", "prefix_cache": prefix_cache}
     core = make(is_async=True, inflight=flags)
     streams = with_session(core, flush_cache=True)
+    if is_in_force:
+        settled(streams, core.collective_rpc("nothing_known"))
+        assert call(core, "paused")["absorbed"] is False
     stage_weights(core, 1)
     answer = core.inflight("commit", {"weight_version": "one"})
     if prefix_cache == "shared":

@@ -43,6 +43,7 @@ class Framework:
         promise: what it gets, where that is not in the table of known calls.
         ran: beside the evidence of its known calls.
         pause: the arm of benchmarks/results/framework-pauses.json with its pause.
+        is_absorbed: whether that pause can be absorbed.
         without_pause: the arm of framework-unpaused.json there, if it does not pause.
         no_gap: why no gap of its own update was measured.
 
@@ -58,6 +59,7 @@ class Framework:
     promise: str = ""
     ran: tuple[Evidence, ...] = ()
     pause: str = ""
+    is_absorbed: bool = True
     without_pause: str = ""
     no_gap: str = ""
 
@@ -138,6 +140,7 @@ FRAMEWORKS = (
         vllm="`[vllm]`: 0.29.0; `[vllm-latest]`: 0.29 or later",
         transport="NCCL of its own, CUDA IPC",
         pause="OpenRLHF",
+        is_absorbed=False,
     ),
     Framework(
         name="verl",

@@ -77,24 +77,24 @@ async def test_the_start_log_says_how_large_the_log_of_delta_staging_is(
 
 
 @pytest.mark.parametrize(
-    ("device", "executor", "reason", "is_advised"),
+    ("device", "executor", "has_logs", "is_advised"),
     [
-        ("cuda", "uni", None, True),
-        ("cuda", "mp", None, False),
-        ("cpu", "uni", None, False),
-        ("cuda", "uni", "staging is off", False),
+        ("cuda", "uni", True, True),
+        ("cuda", "mp", True, False),
+        ("cpu", "uni", True, False),
+        ("cuda", "uni", False, False),
     ],
 )
-async def test_a_process_for_the_worker_is_advised_where_it_has_none(
+async def test_delta_staging_advises_a_process_for_a_worker_that_has_none(
     monkeypatch: pytest.MonkeyPatch,
     device: str,
     executor: str,
-    reason: str | None,
+    has_logs: bool,
     is_advised: bool,
 ) -> None:
     class OnDevice(Engine):
         async def call_utility_all_async(self, _: str, *__: object) -> list[dict]:
-            return [{"ok": {"bytes": 1 << 30, "reason": reason}}]
+            return [{"ok": {"bytes": 1 << 30, "reason": None, "has_logs": has_logs}}]
 
     engine = OnDevice()
     engine.vllm_config.device_config = SimpleNamespace(device_type=device)

@@ -85,6 +85,42 @@ def test_meta_parameters_that_a_method_replaces_are_put_back_too() -> None:
     assert isinstance(door.failure, Conflict)
 
 
+def test_a_parameter_that_is_replaced_between_two_calls_is_known_to_the_next() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False))
+    door = Door(lambda _: None, model, torch.nn.Module(), clones=True, device=CPU)
+    door.memory.note()
+    replace_parameter(model[0])
+    door.note_homes()
+    (known,) = door.memory.of(model[0].weight.data)
+    assert known.param is model[0].weight
+    replace_layer(model)
+    door.note_homes()
+    replace_parameter(model[0])  # of the new layer
+    door.note_homes()
+    (known,) = door.memory.of(model[0].weight.data)
+    assert known.param is model[0].weight
+
+
+def test_places_that_were_found_while_a_load_moved_them_are_found_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False))
+    door = Door(lambda _: None, model, torch.nn.Module(), clones=True, device=CPU)
+    door.memory.moved()
+
+    def parameters(walked: torch.nn.Module) -> Any:
+        yield from list(layers.parameters(walked))
+        if walked is model and door.memory.models:
+            monkeypatch.undo()
+            replace_parameter(model[0])
+            door.memory.moved()
+
+    monkeypatch.setattr(weight_memory, "parameters", parameters)
+    door.memory.note()
+    (known,) = door.memory.of(model[0].weight.data)
+    assert known.param is model[0].weight
+
+
 @pytest.mark.parametrize("clones", [False, True])
 def test_the_model_is_walked_again_only_when_a_load_has_changed_it(
     clones: bool, monkeypatch: pytest.MonkeyPatch

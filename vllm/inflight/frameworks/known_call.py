@@ -88,8 +88,9 @@ class KnownCall:
     obstacle: Callable[[Arguments], str | None] = _never
     """Why a call with these arguments is not adopted, as a clause; None if it is."""
     is_single: bool = False
-    """Whether each call brings one tensor. Beside decoding each of hundreds of calls
-    would wait for steps, so a pause around them is not absorbed any more."""
+    """Whether each call brings one tensor. These are hundreds of calls, and each would
+    wait for steps if decoding went on. So the first one lets an absorbed pause take
+    force."""
     may_lack: bool = False
     """Whether a version may leave out tensors, which then keep their live values. The
     first version of a framework decides which, and later versions have to agree."""

@@ -198,13 +198,9 @@ def _intercept_worker_calls(original: Callable[..., Any]) -> Callable[..., Any]:
             self.vllm_config, method, args, has_actor_group=has_group
         ):
             return worker_calls.execute(controller, method, args, kwargs)
-        absorption = controller.pauses.absorption
         adopted = controller.adoption.recognised(method, args, kwargs)
         if adopted is not None:
-            execute = partial(controller.adoption.execute, adopted)
-            if not adopted.row.is_single:
-                return execute()
-            return absorption.before(Need.SINGLE_TENSORS, execute)
+            return controller.adoption.execute(adopted)
 
         known = controller.adoption.known_write(method, args, kwargs)
 
@@ -216,7 +212,7 @@ def _intercept_worker_calls(original: Callable[..., Any]) -> Callable[..., Any]:
 
         if is_harmless(method):
             return call()
-        return absorption.before(Need.WORKER_CALL, call)
+        return controller.pauses.absorption.before(Need.WORKER_CALL, call)
 
     return collective_rpc
 

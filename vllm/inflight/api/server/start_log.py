@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import vllm.inflight
 from vllm.inflight import upstream
-from vllm.inflight.api.control.control import Control
 from vllm.inflight.api.control.methods import control_of
 from vllm.inflight.api.request.auth import Arguments, control_keys
 from vllm.inflight.calls import ReadStaging
@@ -18,28 +18,27 @@ if TYPE_CHECKING:
 
 logger = upstream.init_logger(__name__)
 
-NO_UPDATES = "no updates in flight"
-
 
 async def log_start(engine: EngineClient, args: Arguments) -> None:
     """Log version, staging, transport, callers, prefix cache and pauses."""
     config = engine.vllm_config
-    staging = await _staging(config, control_of(engine))
+    replies = await control_of(engine).ask(ReadStaging())
     logger.info(
         "vllm-inflight %s: %s; transport %s; control routes for %s; prefix cache %s; "
         "pauses: %s",
         vllm.inflight.__version__,
-        staging,
+        _staging(config, replies),
         _transport(config),
         _callers(args),
         InflightConfig.of(config).prefix_cache,
         InflightConfig.of(config).pauses,
     )
-    if not staging.startswith(NO_UPDATES) and _shares_process(config):
+    if any(reply.get("has_logs") for reply in replies) and _shares_process(config):
         logger.info(
-            "vllm-inflight: the worker is in the process of the engine core, so "
+            "vllm-inflight: the worker is in the process of the engine core, and delta "
             "staging takes time from both. With --distributed-executor-backend mp it "
-            "has a process of its own, and an update costs less decoding"
+            "has a process of its own: an update costs less decoding, and decoding "
+            "alone is about 1 %% slower"
         )
 
 
@@ -51,11 +50,10 @@ def _shares_process(config: VllmConfig) -> bool:
     return getattr(parallel, "distributed_executor_backend", None) == "uni"
 
 
-async def _staging(config: VllmConfig, control: Control) -> str:
-    replies = await control.ask(ReadStaging())
+def _staging(config: VllmConfig, replies: Sequence[Mapping[str, Any]]) -> str:
     reason = next((r["reason"] for r in replies if r["reason"] is not None), None)
     if reason is not None:
-        return f"{NO_UPDATES} ({reason})"
+        return f"no updates in flight ({reason})"
     num_bytes = sum(reply["bytes"] for reply in replies)
     if any(reply.get("has_logs") for reply in replies):
         on_host = sum(reply.get("host_bytes", 0) for reply in replies)

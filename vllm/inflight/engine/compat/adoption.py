@@ -261,6 +261,8 @@ class Adoption:
             )
             version = begun
             version.num_calls += 1
+            if call.row.is_single:
+                self._stand_still(call)
             return sent
 
         def received(told: dict[str, Any]) -> Answer:
@@ -288,6 +290,22 @@ class Adoption:
             yield
         finally:
             self._calling.depth = depth
+
+    def _stand_still(self, call: Recognised) -> None:
+        """Let an absorbed pause take force, since a call for each tensor will come.
+
+        Each of these hundreds of calls would wait for steps if decoding went on. The
+        update is right without the pause, so no call waits for it or fails with it.
+        """
+        try:
+            self._controller.pauses.absorption.enforce(Need.SINGLE_TENSORS)
+        except Exception as error:
+            logger.warning(
+                "decoding goes on beside the calls of %s, as the pause did not take "
+                "force: %s",
+                call.row.framework,
+                error,
+            )
 
     def load_directly(self, weights: Iterable[Any]) -> set[str] | None:
         """Load tensors that code beside the engine gives to the live model.

@@ -85,11 +85,18 @@ class Absorption:
         """The mode of the absorbed pause; None if no pause is absorbed."""
         self.is_flush = False
         """Whether the pause also asked to drop the caches."""
+        self.owes_flush = False
+        """Whether a pause that has taken force has not dropped the caches so far."""
         self._forced: Future[Any] | None = None
         """Done when the last pause that took force has stopped decoding."""
         self._timer: threading.Timer | None = None
         self._num_seen = 0
         """How many updates had ended when the timer began."""
+
+    @property
+    def is_to_flush(self) -> bool:
+        """Whether the next commit has to drop the caches."""
+        return self.is_flush or self.owes_flush
 
     @property
     def is_settling(self) -> bool:
@@ -142,10 +149,11 @@ class Absorption:
             return self._forced if self.is_settling else None
         is_flush = self.is_flush
         self.end()
+        self.owes_flush = is_flush
         try:
             stopped = self._stop(mode, is_flush)
         except BaseException:
-            self.mode, self.is_flush = mode, is_flush
+            self.mode, self.is_flush, self.owes_flush = mode, is_flush, False
             raise
         self._controller.counts.enforced[need.value] += 1
         self._controller.events.enforced(mode, need.value)
@@ -196,8 +204,9 @@ class Absorption:
 
     def at_commit(self, mode: PauseMode) -> PauseMode:
         """The mode of a commit that names `mode`: a pause `retract` retracts."""
-        is_kept = mode is PauseMode.IN_PLACE and self.mode is PauseMode.RETRACT
-        return PauseMode.RETRACT if is_kept else mode
+        retracts = self.mode is PauseMode.RETRACT or self.owes_flush
+        is_stricter = mode is PauseMode.IN_PLACE and retracts
+        return PauseMode.RETRACT if is_stricter else mode
 
     # ---------------------------------------------------------------- helpers
     def _wait(self, seconds: float | None = None) -> None:

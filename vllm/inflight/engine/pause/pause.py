@@ -347,7 +347,7 @@ class Pauses:
         elif mode is PauseMode.ABORT:
             facts |= abort.abort_requests(self._controller)
         # The front end has dropped its media when it asked for the pause.
-        flush_cache |= self.absorption.is_flush
+        flush_cache |= self.absorption.is_to_flush
         return facts | self._flushed(media=False) if flush_cache else facts
 
     def retract_or_abort(self, why: str) -> None:
@@ -425,9 +425,11 @@ class Pauses:
     def _flushed(self, *, media: bool) -> Reply:
         """Drop the caches; a failure goes into the reply, since it comes too late."""
         try:
-            return {"dropped": flush(self._core, media=media)}
+            dropped = flush(self._core, media=media)
         except PauseConflict as error:
             return {"dropped": None, "not_dropped": error.message}
+        self.absorption.owes_flush = False
+        return {"dropped": dropped}
 
     def _retract(self) -> int:
         """Retract all requests but those that cannot be; returns their number.
@@ -445,14 +447,14 @@ class Pauses:
     def _would_share_old_kv(self) -> bool:
         """Whether other requests would read KV of requests that stay in place.
 
-        They would by a connector, or because the absorbed pause is to drop the cache
-        and nothing else keeps versions apart in it.
+        They would by a connector, or because a pause that was absorbed has to drop the
+        cache, and nothing else keeps versions apart in it.
         """
         scheduler = self._core.scheduler
         if kv_connectors.default_mode(scheduler) != PauseMode.IN_PLACE:
             return True
         is_shared = SchedulerState.of(scheduler).policy.oldest is None
-        return is_shared and self.absorption.is_flush
+        return is_shared and self.absorption.is_to_flush
 
     def _check_mode(self, mode: PauseMode) -> None:
         request_checks.check_mode(
@@ -539,6 +541,7 @@ class Pauses:
             # First, since it raises where engines step together and must wait.
             self._controller.dp_commit.resume()
         mode, self.asked = self.asked, None
+        self.absorption.owes_flush = False
         seconds = self._controller.counts.resumed()
         if mode is not None:
             self._controller.events.continued(mode, seconds)

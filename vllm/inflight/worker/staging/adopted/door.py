@@ -115,7 +115,6 @@ class Door:
         self._writes, self._before_write = writes, before_write
         self.memory = WeightMemory(model, live)
         self._children = [(m, dict(m._modules)) for m in model.modules()]
-        self._layers = [layer for layer, _ in self._children]
         self._noted: tuple[list[object], list[int]] | None = None
         self.note_homes()
         self._device = device
@@ -264,29 +263,26 @@ class Door:
 
     def _note_load(self) -> None:
         """A load may have given layers other memory, and has begun."""
-        if self._clones and self.note_homes():
-            self.memory.moved()
+        if self._clones:
+            self.note_homes()
         if not self._is_used:
             # The first load has begun the load of all layers, and checked the plan.
             self._is_used, self._states = True, self._now()
 
-    def note_homes(self) -> bool:
+    def note_homes(self) -> None:
         """Remember the parameters and their places; nobody else changes them.
 
         With `clones` a load may, so it is called after each load, and before a method.
         A trainer may make a call for each tensor, so the model is walked only if there
         is something new.
-
-        Returns:
-            whether there was.
-
         """
         if not self._is_changed():
-            return False
+            return
+        self._layers = list(self._model.modules())
         self._homes = [(*at, at[-1].data) for at in parameters(self._model)]
         self._params = [param for *_, param, _ in self._homes]
         self._noted = self._contents()
-        return True
+        self.memory.moved()
 
     def _is_changed(self) -> bool:
         """Whether layers, parameters or places are others than those remembered."""

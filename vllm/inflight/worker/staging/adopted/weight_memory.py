@@ -137,7 +137,9 @@ class WeightMemory:
         self._models = {SHADOW: shadow, LIVE: live}
         self._known = {id(known.param): known for known in kept}
         """By the id of the parameter, which is kept alive here."""
-        self._places: PlaceTable[Known] | None = None
+        self._num_moves = 0
+        self._noted: tuple[int, PlaceTable[Known]] | None = None
+        """Where they are, and how many moves that counts with."""
 
     @property
     def models(self) -> list[torch.nn.Module]:
@@ -151,15 +153,16 @@ class WeightMemory:
 
     def moved(self) -> None:
         """Parameters may have other places now."""
-        self._places = None
+        self._num_moves += 1
 
     def note(self) -> PlaceTable[Known]:
         """Remember where the parameters are now, unless they have not moved.
 
         Another thread may say at any time that they have.
         """
-        if (places := self._places) is not None:
-            return places
+        num_moves, noted = self._num_moves, self._noted
+        if noted is not None and noted[0] == num_moves:
+            return noted[1]
         for model, tree in self._models.items():
             for name, _, _, param in parameters(tree):
                 self._known.setdefault(id(param), Known(name, model, param))
@@ -175,7 +178,7 @@ class WeightMemory:
             if each.param.is_meta
         }
         places = PlaceTable(_apart(sorted(found, key=lambda place: place[:2])), hollow)
-        self._places = places
+        self._noted = num_moves, places
         return places
 
     def written_by(
