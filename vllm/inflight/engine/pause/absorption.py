@@ -87,6 +87,8 @@ class Absorption:
         """Whether the pause also asked to drop the caches."""
         self.owes_flush = False
         """Whether a pause that has taken force has not dropped the caches so far."""
+        self._forced_mode: PauseMode | None = None
+        """The mode of the last pause that took force."""
         self._forced: Future[Any] | None = None
         """Done when the last pause that took force has stopped decoding."""
         self._timer: threading.Timer | None = None
@@ -149,7 +151,7 @@ class Absorption:
             return self._forced if self.is_settling else None
         is_flush = self.is_flush
         self.end()
-        self.owes_flush = is_flush
+        self.owes_flush, self._forced_mode = is_flush, mode
         try:
             stopped = self._stop(mode, is_flush)
         except BaseException:
@@ -203,9 +205,12 @@ class Absorption:
         return answer
 
     def at_commit(self, mode: PauseMode) -> PauseMode:
-        """The mode of a commit that names `mode`: a pause `retract` retracts."""
-        retracts = self.mode is PauseMode.RETRACT or self.owes_flush
-        is_stricter = mode is PauseMode.IN_PLACE and retracts
+        """The mode of a commit that names `mode`: a pause `retract` retracts.
+
+        So does one that has taken force and could not drop the caches.
+        """
+        pause = self._forced_mode if self.owes_flush else self.mode
+        is_stricter = mode is PauseMode.IN_PLACE and pause is PauseMode.RETRACT
         return PauseMode.RETRACT if is_stricter else mode
 
     # ---------------------------------------------------------------- helpers
