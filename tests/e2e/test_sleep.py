@@ -279,7 +279,8 @@ def test_a_sleep_is_rejected_while_a_transfer_does_not_end(
     call(sleeper, "start", transport="local")
     monkeypatch.setattr(StagingThread, "ends_by", lambda *_: False)
     monkeypatch.setattr(StagingThread, "_is_cancelled", lambda _: False)
-    with pytest.raises(Exception, match=r"has not let go.* at .*StagingThread"):
+    # Wherever the thread is at that moment: it may still begin.
+    with pytest.raises(Exception, match=r"has not let go.* at \w+\.py:\d+ "):
         sleeper.sleep(1)
     monkeypatch.undo()
     assert not sleeper.is_sleeping() and says(sleeper, "after") == before
