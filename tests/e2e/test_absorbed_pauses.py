@@ -102,8 +102,9 @@ def test_a_frameworks_pause_around_its_adopted_update_stops_no_token(
     labels_across(streams, "old", served(core)[0], num)
 
 
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_a_framework_that_makes_a_call_for_each_tensor_stops_every_step(
-    core: EngineCore, folders: dict[str, Path]
+    core: EngineCore, folders: dict[str, Path], mode: str
 ) -> None:
     """Beside decoding each of its calls would wait for steps."""
     before = enforced(core).get(Need.SINGLE_TENSORS, 0)
@@ -111,7 +112,7 @@ def test_a_framework_that_makes_a_call_for_each_tensor_stops_every_step(
     dtype = torch.bfloat16
 
     def sync() -> list[int]:
-        in_turn(core, "pause", mode="in_place")
+        in_turn(core, "pause", mode=mode, flush_cache=mode == "retract")
         counts = []
         *others, last = tensors_of(folders["new"]).items()
         for name, tensor in (*others, last):

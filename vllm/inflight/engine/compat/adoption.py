@@ -299,7 +299,7 @@ class Adoption:
         """
         try:
             self._controller.pauses.absorption.enforce(Need.SINGLE_TENSORS)
-        except Exception as error:
+        except Exception as error:  # whatever keeps the engine from stopping
             logger.warning(
                 "decoding goes on beside the calls of %s, as the pause did not take "
                 "force: %s",
