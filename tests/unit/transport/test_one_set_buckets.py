@@ -21,9 +21,10 @@ from tests.support.transports.peers import (
     tensors,
     transfer,
 )
+from vllm.inflight.delta.parts import ArrivingParts
 from vllm.inflight.errors import ConfigError
 from vllm.inflight.patch.worker import _check_room
-from vllm.inflight.transport.buckets.buffers import one_set_bucket_bytes
+from vllm.inflight.transport.buckets.buffers import Buffers, one_set_bucket_bytes
 from vllm.inflight.transport.buckets.receiver import Receiver
 from vllm.inflight.transport.cuda_ipc.receiver_engine import IpcEngine
 from vllm.inflight.transport.files.receiver_engine import LocalEngine
@@ -82,6 +83,49 @@ def test_a_broadcast_is_received_in_two_buckets_of_a_size_that_all_ranks_have(
     assert sender.group.terms.bucket_bytes == sender._slots.num_bytes == agreed
     transfer(to, sender, named)
     assert digests(to.model.loaded.items()) == digests(named.items())
+    sender.group.close()
+    to.shutdown()
+
+
+class Deltas:
+    """A model that takes the parts of a delta, as a loader does."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+
+    def load_weights(self, weights: Any) -> None:
+        arriving = ArrivingParts()
+        for batch in weights.batches():
+            for name, tensor in batch:
+                self.parts += [
+                    part.table.numpy().tobytes() + part.data.numpy().tobytes()
+                    for part in arriving.add(name, tensor)
+                ]
+                del tensor
+            batch.clear()
+        arriving.require_all()
+
+
+def test_parts_of_a_delta_need_no_third_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of a part may come in one bucket, and its data in the next."""
+    made: list[int] = []
+    new = Buffers._new
+
+    def counted(buffers: Buffers, num_bytes: int) -> torch.Tensor:
+        made.append(num_bytes)
+        return new(buffers, num_bytes)
+
+    to = engine(model := Deltas())
+    to.most_bucket_bytes = MOST
+    sender = connect(to, num_buckets=5)
+    monkeypatch.setattr(Buffers, "_new", counted)
+    sent: dict[str, torch.Tensor] = {}
+    for number in range(9):  # two parts and a table fit into a bucket
+        sent[f"delta.{number}.table"] = torch.full((40,), number, dtype=torch.uint8)
+        sent[f"delta.{number}.data"] = torch.full((1900,), number, dtype=torch.uint8)
+    transfer(to, sender, sent)
+    assert model.parts == [bytes([number]) * 1940 for number in range(9)]
+    assert not any(made)
     sender.group.close()
     to.shutdown()
 

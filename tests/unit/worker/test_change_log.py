@@ -15,7 +15,7 @@ from tests.unit.worker.test_swap import (
 )
 from vllm.inflight.errors import Cancelled
 from vllm.inflight.worker.shadow import change_log
-from vllm.inflight.worker.shadow.change_log import ChangeLog, Keeping
+from vllm.inflight.worker.shadow.change_log import ChangeLog, Keeping, notes_bytes
 from vllm.inflight.worker.shadow.log_entries import LogEntries
 from vllm.inflight.worker.shadow.swap import Swap
 
@@ -50,6 +50,27 @@ def test_the_way_back_outlives_an_update_that_is_logged_beside_it():
         assert are_equal(live, old)
         swap()
         assert are_equal(live, new)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "num_bytes"), [(64, 0), (1 << 20, 1 << 13), (1 << 34, 1 << 23)]
+)
+def test_a_log_has_notes_of_a_128th_of_it(capacity: int, num_bytes: int) -> None:
+    assert notes_bytes(capacity) == num_bytes
+
+
+def test_notes_are_memory_of_their_own_which_the_log_gives_back_with_its_own() -> None:
+    log = ChangeLog(CPU, 1 << 20)
+    log.take_notes().fill_(-1)
+    space = log.reserve("w", (1 << 20) // 8, 4)  # all of it
+    assert space is not None
+    space.offsets.zero_()
+    space.bits.zero_()
+    assert len(log.take_notes()) == 1 << 12 and (log.take_notes() == -1).all()
+    log.free()
+    assert not len(log.take_notes())
+    log.allocate()
+    assert len(log.take_notes()) == 1 << 12
 
 
 @pytest.mark.parametrize("num_kept", [0, 1000])

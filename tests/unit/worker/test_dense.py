@@ -284,17 +284,21 @@ def compare_one(live, tensor, copy) -> None:
     from vllm.inflight.worker.delta.destinations import KnownDestinations
 
     entry = Entry(tensor.shape, tensor.dtype, [copy], is_proved=True)
-    wanted, seen = ChangeLog(CPU, 1 << 20), ChangeLog(CPU, 1 << 20)
+    wanted = ChangeLog(CPU, 1 << 20)
     dense.log_differences(wanted, live, entry, tensor)
-    comparison = dense.Comparison(seen, live, KnownDestinations())
-    comparison._has_kernels = True
-    with MonkeyPatch.context() as patched:
-        if tensor.numel():
-            patched.setattr(dense, "log_differences", None)
-        comparison.log_differences([dense.Came("w", entry, tensor)])
-    assert logged(seen) == logged(wanted)
-    assert seen.num_elements == wanted.num_elements
-    assert seen.expected() == wanted.expected()
+    for num_notes in (4096, 5, 0):  # with few notes all is read once more
+        seen = ChangeLog(CPU, 1 << 20)
+        assert len(seen._notes) == 4096
+        seen._notes = seen._notes[:num_notes]
+        comparison = dense.Comparison(seen, live, KnownDestinations())
+        comparison._has_kernels = True
+        with MonkeyPatch.context() as patched:
+            if tensor.numel():
+                patched.setattr(dense, "log_differences", None)
+            comparison.log_differences([dense.Came("w", entry, tensor)])
+        assert logged(seen) == logged(wanted)
+        assert seen.num_elements == wanted.num_elements
+        assert seen.expected() == wanted.expected()
 
 
 def logged(log: ChangeLog) -> dict[str, list[tuple[int, int]]]:
@@ -329,7 +333,7 @@ def compile_kernels() -> None:
     from vllm.inflight.worker.delta import compare_kernels as kernels
 
     table = {"rows": "*i64", "owners": "*i32", "found": "*i32", "units": "*i16"}
-    numbers = dict.fromkeys(("base", "num_rows", "num_programs"), "i32")
+    numbers = dict.fromkeys(("base", "num_rows", "num_programs", "most"), "i32")
     logged_to = {"rooms": "*i64", "sums": "*i64"}
     for width, in_words in ((1, True), (2, True), (2, False), (8, False)):
         own = [*kernels._options(width, in_words=in_words).items()]

@@ -12,7 +12,7 @@ import torch
 from tests.support.deltas import random_bits, scattered, with_changes
 from tests.support.triton_interpreter import succeeds
 from tests.unit.worker.test_delta_cost import Counted
-from vllm.inflight.delta import device_decode
+from vllm.inflight.ops import launch_tables
 from vllm.inflight.worker.delta import dense
 from vllm.inflight.worker.delta.destinations import KnownDestinations
 from vllm.inflight.worker.replay_plan import Copied, Entry, Zeroed, view_of
@@ -75,7 +75,7 @@ def check() -> None:
 
         tallied(dense, "to_host", "waits")
         tallied(dense, "to_device", "copies")
-        tallied(device_decode, "to_device", "copies")
+        tallied(launch_tables, "to_device", "copies")
         for name in ("_count", "_log"):
             patch.setattr(kernels, name, Launched(getattr(kernels, name), counted))
         for seed in range(3):

@@ -147,11 +147,13 @@ def test_a_table_is_made_on_the_host_and_copied_once():
         places = [(64, 3, 5), (8, CHUNKS_PER_PROGRAM + 1, 1 << 62)]
         table = make_table(places, torch.device("cpu"))
     assert table is not None
-    assert table.tolist() == [
-        [64, 3, 0, 0, 5],
-        [8, CHUNKS_PER_PROGRAM + 1, 0, 1, 1 << 62],
-        [8, CHUNKS_PER_PROGRAM + 1, CHUNKS_PER_PROGRAM, 1, 1 << 62],
+    assert table.rows.tolist() == [
+        [64, 3, 0, 0, 5, 0],
+        [8, CHUNKS_PER_PROGRAM + 1, 0, 1, 1 << 62, 1],
     ]
+    assert table.owners.tolist() == [0, 1, 1]
+    owned, owners = (each.untyped_storage().data_ptr() for each in table)
+    assert owned == owners
 
 
 def test_integer_tensors_are_not_searched_for_nonfinite_values():
@@ -163,7 +165,8 @@ def test_memory_that_a_kernel_uses_is_recorded_on_its_stream(
 ) -> None:
     """On a CPU only the call can be seen: no stream uses memory of the host."""
     users: list[Any] = []
-    table, page = (SimpleNamespace(record_stream=users.append) for _ in range(2))
+    rows, page = (SimpleNamespace(record_stream=users.append) for _ in range(2))
+    table = SimpleNamespace(rows=rows)
     triton_module = "vllm.inflight.ops.triton_kernels"
     monkeypatch.setattr(f"{triton_module}.make_table", lambda *_, **__: table)
     monkeypatch.setattr(f"{triton_module}.add_sums", lambda *_: None)
@@ -177,7 +180,8 @@ def compile_kernels() -> None:
     """Compile the digest for a GPU that need not be there, for every width."""
     from vllm.inflight.ops import triton_kernels as kernels
 
-    tables = {"table": "*i64", "sums": "*i64", "first_row": "i32", "page": "i64"}
+    tables = {"rows": "*i64", "owners": "*i32", "sums": "*i64"}
+    tables |= {"first_row": "i32", "page": "i64"}
     for width in (0, 1, 2, 4, 8):
         sizes = [("BLOCK", kernels.CHUNKS_PER_STEP), ("NUM_STEPS", kernels.STEPS)]
         compile_for_gpu(kernels._audit, tables, [("WIDTH", width), *sizes])

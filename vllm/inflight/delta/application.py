@@ -10,8 +10,9 @@ import torch
 
 from vllm.inflight.delta.decode import apply, decode, decode_unproved, require_sound
 from vllm.inflight.delta.decoded import DecodedPart
-from vllm.inflight.delta.device_decode import Launches, Table
+from vllm.inflight.delta.device_decode import Launches
 from vllm.inflight.delta.part import Part
+from vllm.inflight.ops.launch_tables import Table
 
 
 def apply_all(parts: Sequence[Part], tensors: Sequence[torch.Tensor]) -> None:

@@ -13,8 +13,7 @@ from vllm.inflight.delta import reference
 from vllm.inflight.delta.decoded import DecodedPart
 from vllm.inflight.delta.part import CHUNK_CODES, OFFSETS, Part, PlaceForm, Rows
 from vllm.inflight.ops.arriving import to_host
-
-Table = NDArray[np.int64]
+from vllm.inflight.ops.launch_tables import Table, owners_of
 
 Launch = Callable[..., None]
 """Launches a kernel, given its table and maybe the row of each program."""
@@ -61,7 +60,7 @@ class Launches:
             launch: gets the table on the GPU, flat, and the row of each program; int32.
 
         """
-        self._owners.append(_owners(table, column, counts))
+        self._owners.append(owners_of(table, column, counts))
         self._tables.append(table.reshape(-1))
         self._launches.append((launch, True))
 
@@ -236,39 +235,3 @@ def _table(rows: Rows, numbers: Table, addresses: Table) -> Table:
         table[:, column] = rows[name]
     table[:, 13:15] = addresses
     return table
-
-
-def launch_table(
-    table: Table, column: int, counts: Table, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A table on the GPU, and the row of each program of a launch; int32.
-
-    Args:
-        table: its `column` gets the number of each row's first program.
-        column: of the first program.
-        counts: programs of each row.
-        device: the GPU.
-
-    """
-    owners = _owners(table, column, counts)
-    # One copy for both: a call of the driver takes longer than to fill the memory.
-    both = np.zeros(table.size + -(-len(owners) // 2), dtype=np.int64)
-    both[: table.size] = table.ravel()
-    both[table.size :].view(np.int32)[: len(owners)] = owners
-    on_device = to_device(both, device)
-    rest = on_device[table.size :].view(torch.int32)
-    return on_device[: table.size].view(table.shape), rest[: len(owners)]
-
-
-def _owners(table: Table, column: int, counts: Table) -> NDArray[np.int32]:
-    """The row of each program; `column` of the table gets each row's first one."""
-    table[:, column] = np.cumsum(counts) - counts
-    return np.repeat(np.arange(len(table), dtype=np.int32), counts)
-
-
-def to_device(table: Table, device: torch.device) -> torch.Tensor:
-    """A table on the GPU; the host does not wait for what the GPU does before."""
-    made = torch.from_numpy(np.ascontiguousarray(table, dtype=np.int64))
-    if device.type == "cpu":
-        return made
-    return made.pin_memory().to(device, non_blocking=True)

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from vllm.inflight.delta.decoded import Numbers, before
-from vllm.inflight.delta.device_decode import launch_table, to_device
 from vllm.inflight.delta.part import (
     CHUNK_CODES,
     HEADER,
@@ -35,6 +34,7 @@ from vllm.inflight.delta.part import (
 from vllm.inflight.delta.reference import CHUNK_BYTES
 from vllm.inflight.errors import Conflict
 from vllm.inflight.ops.arriving import Arriving, to_host
+from vllm.inflight.ops.launch_tables import LaunchTable, to_device
 
 MOST_ENTRIES = 8 * MAX_ELEMENTS
 """Changes that are encoded at once: about 0.7 GB of GPU memory."""
@@ -261,7 +261,7 @@ class DeviceSearch:
         )
         if not len(self._owner):
             return
-        self._rows, self._owners = launch_table(rows, 3, num_programs, self._device)
+        self._rows, self._owners = LaunchTable.of(rows, 3, num_programs, self._device)
         last = np.minimum(
             (within + 1) * (per_block // per_program)[self._owner],
             num_programs[self._owner],
@@ -343,7 +343,7 @@ def _encoded(
     starts = table[:, 0] = before(blocks.counts)
     table[:, 1], table[:, 3] = blocks.counts, blocks.widths
     num_programs = -(-blocks.counts // kernels.ENTRIES_PER_STEP)
-    on_device, owners = launch_table(table, 2, num_programs, device)
+    on_device, owners = LaunchTable.of(table, 2, num_programs, device)
     # A row for each measure: torch sums up columns many times slower.
     sums = torch.empty(kernels.MEASURES, len(owners), dtype=torch.int64, device=device)
     kernels.measure(on_device, owners, entries, sums)

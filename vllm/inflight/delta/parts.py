@@ -76,7 +76,9 @@ class ArrivingParts:
         halves = self._waiting.setdefault(number, {})
         if number < self._next or kind in halves:
             raise Malformed(f"{name!r} was sent twice")
-        halves[kind] = tensor
+        # A table is small, and may come at the end of a bucket whose memory is wanted
+        # for what comes next, long before the data.
+        halves[kind] = tensor.clone() if kind == "table" else tensor
         while (halves := self._waiting.get(self._next, {})).keys() == set(KINDS):
             del self._waiting[self._next]
             self._next += 1

@@ -19,8 +19,10 @@ LANES_PER_STEP = 1024
 LANES_NOTED = 1024
 """Lanes that a program of `count` can note: a quarter of those of 8 bytes."""
 
-NOTED_PER_STEP = 64
-"""Noted lanes that a program of `compact` reads at once."""
+LANES_TO_BRING = 128
+"""Lanes that a program of `compact` reads at once: one for each thread."""
+
+WARPS_TO_COMPACT = 4
 
 COLUMNS = 16
 """int64 values of a row of `decode_gaps`, `decode_others` and `decode_runs`."""
@@ -123,53 +125,30 @@ def _count(
 
 
 @triton.jit
-def _bring(
-    row,
+def _read(
+    address,
     first,
-    lane,
     is_wanted,
-    to,
-    room,
-    places,
-    news,
-    differences,
+    num,
+    in_words,
     INTEGER: tl.constexpr,
     PIECES: tl.constexpr,
 ):
-    """Bring the elements of these lanes that differ, from `to` on, and nothing from
-    `room` on; returns the end.
-
-    The end is behind `room` if a lane differs in fewer or more elements when they are
-    brought than when they are counted here.
-    """
-    old = tl.load(row).to(tl.pointer_type(INTEGER))
-    new = tl.load(row + 1).to(tl.pointer_type(INTEGER))
-    num = tl.load(row + 2)
-    in_block = tl.load(row + 5)
-    first_of_lane = first + lane.to(tl.int64) * PIECES
-    num_changed = tl.zeros_like(lane)
-    for piece in tl.static_range(PIECES):
-        at = first_of_lane + piece
-        before = tl.load(old + at, mask=is_wanted & (at < num), other=0)
-        now = tl.load(new + at, mask=is_wanted & (at < num), other=0)
-        num_changed += (before != now).to(tl.int32)
-    end = to + tl.sum(num_changed, 0)
-    to += tl.cumsum(num_changed, 0) - num_changed
-    ends = to + num_changed
-    for piece in tl.static_range(PIECES):
-        at = first_of_lane + piece
-        before = tl.load(old + at, mask=is_wanted & (at < num), other=0)
-        now = tl.load(new + at, mask=is_wanted & (at < num), other=0)
-        differs = before != now
-        fits = differs & (to < room)
-        tl.store(places + to, (at & in_block).to(tl.int32), mask=fits)
-        tl.store(news + to, now.to(tl.int64), mask=fits)
-        # The difference wraps in the element's width.
-        difference = (now - before).to(INTEGER)
-        tl.store(differences + to, difference.to(tl.int64), mask=fits)
-        to += differs.to(tl.int32)
-    is_torn = tl.sum((to != ends).to(tl.int32), 0) > 0
-    return tl.where(is_torn, room + 1, end)
+    """The elements of lanes, from element `first` of each on, as words of 8 bytes."""
+    width: tl.constexpr = INTEGER.primitive_bitwidth
+    elements = address.to(tl.pointer_type(INTEGER))
+    if in_words:
+        words = address.to(tl.pointer_type(tl.int64))
+        found = tl.load(words + first // PIECES, mask=is_wanted, other=0)
+    else:
+        found = tl.zeros_like(first)
+        for piece in tl.static_range(PIECES):
+            inside = is_wanted & (first + piece < num)
+            bits = tl.load(elements + first + piece, mask=inside, other=0).to(tl.int64)
+            if PIECES > 1:
+                bits &= (1 << width) - 1
+            found |= bits << (width * piece)
+    return found
 
 
 @triton.jit(
@@ -201,28 +180,49 @@ def _compact(
 ):
     program = tl.program_id(0).to(tl.int64) + first_program
     row = rows + tl.load(owners + program).to(tl.int64) * 6
+    old = tl.load(row)
+    new = tl.load(row + 1)
+    num = tl.load(row + 2)
+    in_block = tl.load(row + 5)
     is_own = tl.load(row + 4) == WIDTH
-    num = tl.where(is_own, tl.load(num_lanes + program), 0)
     first = (program - tl.load(row + 3)) * BLOCK
+    # Then no lane ends behind the tensor, and one instruction reads it.
+    in_words = (PIECES > 1) & (first + BLOCK <= num)
     to = tl.load(firsts + program) - tl.load(firsts + first_program)
     # Other programs write behind this room. A tensor that has changed since its
     # elements were counted has another number of them.
     room = to + tl.where(is_own, tl.load(counts + program), 0)
-    if num <= MOST:
-        for start in range(0, num, STEP):
-            rank = start + tl.arange(0, STEP)
-            noted = tl.load(lanes + program * MOST + rank, mask=rank < num, other=0)
-            to = _bring(
-                *(row, first, noted.to(tl.int32), rank < num, to, room),
-                *(places, news, differences, INTEGER, PIECES),
-            )
-    else:
-        for start in range(0, BLOCK // PIECES, LANES):
-            every = start + tl.arange(0, LANES)
-            to = _bring(
-                *(row, first, every, every >= 0, to, room),
-                *(places, news, differences, INTEGER, PIECES),
-            )
+    num_lanes = tl.where(is_own, tl.load(num_lanes + program), 0)
+    num_noted = tl.where(num_lanes <= MOST, num_lanes, 0)
+    num_read = tl.where(num_lanes <= MOST, num_lanes, BLOCK // PIECES)
+    for start in range(0, num_read, STEP):
+        lane = start + tl.arange(0, STEP)
+        is_wanted = lane < num_read
+        noted = tl.load(lanes + program * MOST + lane, mask=lane < num_noted, other=0)
+        lane = tl.where(lane < num_noted, noted.to(tl.int32), lane)
+        at = first + lane.to(tl.int64) * PIECES
+        # Each element is read once: no more are brought than are counted here.
+        befores = _read(old, at, is_wanted, num, in_words, INTEGER, PIECES)
+        nows = _read(new, at, is_wanted, num, in_words, INTEGER, PIECES)
+        num_changed = tl.zeros((STEP,), tl.int32)
+        for piece in tl.static_range(PIECES):
+            before = (befores >> (8 * WIDTH * piece)).to(INTEGER)
+            now = (nows >> (8 * WIDTH * piece)).to(INTEGER)
+            num_changed += (before != now).to(tl.int32)
+        entry = to + tl.cumsum(num_changed, 0) - num_changed
+        to += tl.sum(num_changed, 0)
+        for piece in tl.static_range(PIECES):
+            before = (befores >> (8 * WIDTH * piece)).to(INTEGER)
+            now = (nows >> (8 * WIDTH * piece)).to(INTEGER)
+            differs = before != now
+            fits = differs & (entry < room)
+            place = (at + piece) & in_block
+            tl.store(places + entry, place.to(tl.int32), mask=fits)
+            tl.store(news + entry, now.to(tl.int64), mask=fits)
+            # The difference wraps in the element's width.
+            difference = (now - before).to(INTEGER)
+            tl.store(differences + entry, difference.to(tl.int64), mask=fits)
+            entry += differs.to(tl.int32)
     if to != room:
         tl.store(torn, 1)
 
@@ -764,7 +764,7 @@ def _options(width: int, *, is_aligned: bool) -> dict[str, Any]:
         "BLOCK": BYTES_PER_PROGRAM // width,
         "LANES": LANES_PER_STEP,
         "MOST": LANES_NOTED,
-        "STEP": NOTED_PER_STEP,
+        "STEP": LANES_TO_BRING,
     }
 
 
@@ -820,6 +820,7 @@ def compact(
     _compact[(programs[1] - programs[0],)](
         *(rows, owners, *found, firsts, *entries, torn, programs[0]),
         **_options(width, is_aligned=is_aligned),
+        num_warps=WARPS_TO_COMPACT,
     )
 
 

@@ -13,6 +13,7 @@ import torch
 
 from vllm.inflight import ops
 from vllm.inflight.ops.arriving import Arriving
+from vllm.inflight.ops.launch_tables import LaunchTable
 from vllm.inflight.ops.reference import COUNT, PLACE, page_key
 
 AT_ONCE_BYTES = 2 << 30
@@ -28,7 +29,7 @@ Pair = tuple[str, torch.Tensor]
 Places = tuple[tuple[int, int, int, int], ...]
 """The addresses of tensors, with their size, their limit of finite numbers and their
 first chunk."""
-Tables = dict[Places, torch.Tensor | None]
+Tables = dict[Places, LaunchTable | None]
 """The table of the kernel for some tensors.
 
 A transport reuses its memory, so the same tables are needed over and over. A trainer
@@ -51,8 +52,7 @@ class GpuDigest:
         tables: tables of earlier digests; new ones are added.
         plan: knows which tensors are received in place.
         served_as: the dtype in which a tensor is served, by its name and its own
-            dtype. A
-            number that overflows there counts as non-finite.
+            dtype. A number that overflows there counts as non-finite.
 
     """
 
@@ -168,7 +168,7 @@ class GpuDigest:
             if self._stream is not None:
                 # The memory may belong to another stream, and be freed before this one
                 # has read it.
-                for memory in (table, self._pages[-1]):
+                for memory in (table.rows, self._pages[-1]):
                     memory.record_stream(self._stream)
             add_sums(table, self._pages[-1], self._num_rows, page_key(0), width)
         for row, (name, tensor) in enumerate(pairs, self._num_rows):

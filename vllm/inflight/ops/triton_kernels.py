@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm.inflight.ops.launch_tables import LaunchTable
+
 CHUNKS_PER_STEP = 1024
 STEPS = 16
 CHUNKS_PER_PROGRAM = CHUNKS_PER_STEP * STEPS
@@ -41,10 +43,11 @@ def compiling_at_start() -> Iterator[None]:
 # that was compiled at start-up has to fit every tensor.
 @triton.jit(
     do_not_specialize=["first_row", "page"],
-    do_not_specialize_on_alignment=["table", "sums"],
+    do_not_specialize_on_alignment=["rows", "owners", "sums"],
 )
 def _audit(
-    table,
+    rows,
+    owners,
     sums,
     first_row,
     page,
@@ -52,10 +55,11 @@ def _audit(
     BLOCK: tl.constexpr,
     NUM_STEPS: tl.constexpr,
 ):
-    entry = table + tl.program_id(0) * 5
+    program = tl.program_id(0)
+    entry = rows + tl.load(owners + program).to(tl.int64) * 6
     data = tl.load(entry).to(tl.pointer_type(tl.int64))
     num_chunks = tl.load(entry + 1)
-    first = tl.load(entry + 2)
+    first = tl.load(entry + 2) + (program - tl.load(entry + 5)) * (BLOCK * NUM_STEPS)
     row = sums + (tl.load(entry + 3) + first_row) * 4
     limit = tl.load(entry + 4).to(tl.uint64, bitcast=True)
     page = page.to(tl.uint32)
@@ -103,8 +107,8 @@ def make_table(
     *,
     firsts: Sequence[int] | None = None,
     rows: Sequence[int] | None = None,
-) -> torch.Tensor | None:
-    """The table of `add_sums`, which assigns blocks to programs: int64 [programs, 5].
+) -> LaunchTable | None:
+    """The table of `add_sums`: int64 [parts, 6]; None if there is nothing to read.
 
     Args:
         places: (address, number of whole chunks, smallest magnitude that counts as not
@@ -120,17 +124,17 @@ def make_table(
     at = np.zeros_like(addresses) if firsts is None else np.asarray(firsts, np.int64)
     row = np.arange(len(at)) if rows is None else np.asarray(rows, np.int64)
     num_programs = -(-num_chunks // CHUNKS_PER_PROGRAM)
-    owner = np.repeat(np.arange(len(at)), num_programs)
-    step = np.arange(len(owner)) - (np.cumsum(num_programs) - num_programs)[owner]
-    first = at[owner] + step * CHUNKS_PER_PROGRAM
-    each = np.stack((addresses - 8 * at, at + num_chunks, at, row, limits), 1)
-    table = each[owner]
-    table[:, 2] = first
-    return torch.from_numpy(table).to(device) if len(table) else None
+    if not num_programs.any():
+        return None
+    columns = addresses - 8 * at, at + num_chunks, at, row, limits, num_programs
+    made = LaunchTable.of(np.stack(columns, 1), 5, num_programs, device)
+    if made.rows.is_cuda:  # it is kept, and read on other streams, too
+        torch.cuda.current_stream(device).synchronize()
+    return made
 
 
 def add_sums(
-    table: torch.Tensor,
+    table: LaunchTable,
     sums: torch.Tensor,
     first_row: int,
     page: int,
@@ -146,8 +150,8 @@ def add_sums(
         width: bytes of an element; 0 counts nothing.
 
     """
-    _audit[(len(table),)](
-        table,
+    _audit[(len(table.owners),)](
+        *table,
         sums,
         first_row,
         page,

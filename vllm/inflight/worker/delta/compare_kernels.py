@@ -28,8 +28,9 @@ LANES = 1024
 """Units that a program compares at once."""
 
 MOST_NOTED = 512
-"""Units that a program of `count` can note. Where more differ, `log` reads them all.
-The notes take a 32nd of the bytes of a tensor that is read in words."""
+"""Units that a program of `count` notes at most, where the log has memory for so many
+notes. Where more differ, `log` reads them all. The notes take a 32nd of the bytes of a
+tensor that is read in words."""
 
 NOTED_PER_STEP = 256
 """Noted units that a program of `log` reads at once."""
@@ -92,7 +93,7 @@ def _num_differing(
 # No argument is specialised, because compiling holds the interpreter's lock. The kernel
 # that was compiled at start-up has to fit every tensor.
 @triton.jit(
-    do_not_specialize=["base", "num_rows", "num_programs"],
+    do_not_specialize=["base", "num_rows", "num_programs", "most"],
     do_not_specialize_on_alignment=["rows", "owners", "found", "units"],
 )
 def _count(
@@ -103,13 +104,13 @@ def _count(
     base,
     num_rows,
     num_programs,
+    most,
     WIDTH: tl.constexpr,
     INTEGER: tl.constexpr,
     UNIT: tl.constexpr,
     PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
-    MOST: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     program = base + tl.program_id(0)
@@ -117,7 +118,7 @@ def _count(
     row = rows + owner.to(tl.int64) * COLUMNS
     num = tl.load(row + 2).to(tl.int32)
     first = (program - tl.load(row + 3).to(tl.int32)) * BLOCK
-    notes = units + program.to(tl.int64) * MOST
+    notes = units + program.to(tl.int64) * most
     num_found = 0
     num_noted = 0
     for start in range(0, tl.minimum(num - first, BLOCK), LANES):
@@ -126,7 +127,7 @@ def _count(
         differing = _num_differing(new, served, WIDTH, INTEGER, PIECES)
         has_any = differing > 0
         rank = num_noted + tl.cumsum(has_any.to(tl.int32), 0) - 1
-        tl.store(notes + rank, lane.to(tl.int16), mask=has_any & (rank < MOST))
+        tl.store(notes + rank, lane.to(tl.int16), mask=has_any & (rank < most))
         # Both numbers in one sum.
         both = tl.sum(differing | (has_any.to(tl.int32) << 16), 0)
         num_found += both & 0xFFFF
@@ -140,7 +141,7 @@ def _count(
 
 
 @triton.jit(
-    do_not_specialize=["base", "num_rows", "num_programs"],
+    do_not_specialize=["base", "num_rows", "num_programs", "most"],
     do_not_specialize_on_alignment=[
         *("rows", "owners", "found", "units", "rooms", "sums")
     ],
@@ -155,13 +156,13 @@ def _log(
     base,
     num_rows,
     num_programs,
+    most,
     WIDTH: tl.constexpr,
     INTEGER: tl.constexpr,
     UNIT: tl.constexpr,
     PIECES: tl.constexpr,
     BLOCK: tl.constexpr,
     STEP: tl.constexpr,
-    MOST: tl.constexpr,
     COLUMNS: tl.constexpr,
     ROOM_COLUMNS: tl.constexpr,
 ):
@@ -185,8 +186,8 @@ def _log(
         bits = tl.load(room + 1).to(tl.pointer_type(INTEGER)) + begin
         place = tl.load(room + 2) + begin
         noted = tl.load(of_program + 2 * num_programs)
-        notes = units + program.to(tl.int64) * MOST
-        is_noted = noted <= MOST
+        notes = units + program.to(tl.int64) * most
+        is_noted = noted <= most
         num_noted = tl.where(is_noted, noted, 0)
         done = 0
         a = tl.zeros((STEP,), tl.int64)
@@ -265,12 +266,14 @@ class Counted(NamedTuple):
         found: elements that differ in each copy. Then three numbers for each program,
             one after the other for all of them: its first element among those of its
             copy, its elements that differ, and its units that differ.
-        units: numbers of these units in the program; int16 [programs, MOST_NOTED].
+        units: numbers of these units in the program, `most` for each; int16.
+        most: units that each program could note.
 
     """
 
     found: torch.Tensor
     units: torch.Tensor
+    most: int
 
 
 def _options(width: int, *, in_words: bool) -> dict[str, Any]:
@@ -280,24 +283,30 @@ def _options(width: int, *, in_words: bool) -> dict[str, Any]:
         "UNIT": INTEGERS[WORD if in_words else width],
         "PIECES": WORD // width if in_words else 1,
         "BLOCK": BLOCK,
-        "MOST": MOST_NOTED,
         "COLUMNS": COLUMNS,
     }
 
 
-def count(table: Table) -> Counted:
-    """Count the elements that differ."""
+def count(table: Table, notes: torch.Tensor) -> Counted:
+    """Count the elements that differ.
+
+    Args:
+        table: what is compared.
+        notes: memory for the numbers of the units that differ, until they are logged;
+            int16. With little of it `log` reads more.
+
+    """
     device = table.rows.device
     num_rows, num = table.num_rows, table.num_programs
     found = torch.zeros(num_rows + 3 * num, dtype=torch.int32, device=device)
-    units = torch.empty((num, MOST_NOTED), dtype=torch.int16, device=device)
+    most = min(MOST_NOTED, len(notes) // max(num, 1))
     for group in table.groups:
         _count[(group.num,)](
-            *(table.rows, table.owners, found, units, group.base, num_rows, num),
+            *(table.rows, table.owners, found, notes, group.base, num_rows, num, most),
             **_options(group.width, in_words=group.in_words),
             LANES=LANES,
         )
-    return Counted(found, units)
+    return Counted(found, notes, most)
 
 
 def log(
@@ -314,8 +323,8 @@ def log(
     """
     for group in table.groups:
         _log[(group.num,)](
-            *(table.rows, table.owners, *counted, rooms, sums),
-            *(group.base, table.num_rows, table.num_programs),
+            *(table.rows, table.owners, counted.found, counted.units, rooms, sums),
+            *(group.base, table.num_rows, table.num_programs, counted.most),
             **_options(group.width, in_words=group.in_words),
             STEP=NOTED_PER_STEP,
             ROOM_COLUMNS=ROOM_COLUMNS,

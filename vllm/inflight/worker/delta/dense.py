@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from vllm.inflight import ops
-from vllm.inflight.delta.device_decode import launch_table, to_device
 from vllm.inflight.ops.arriving import to_host
+from vllm.inflight.ops.launch_tables import LaunchTable, to_device
 from vllm.inflight.ops.reference import row_major
 from vllm.inflight.worker.delta.destinations import (
     MOST_DIMS,
@@ -233,7 +233,7 @@ def make_table(rows: Iterable[Row], zero: torch.Tensor) -> KnownTable:
     dims[*at, 1:] = np.where((pieces > 1)[:, None], 1, dims[*at, 1:])
     table[:, 6:] = dims.reshape(len(rows), -1)
     num_programs = -(-table[:, 2] // kernels.BLOCK)
-    on_device, owners = launch_table(table, 3, num_programs, zero.device)
+    on_device, owners = LaunchTable.of(table, 3, num_programs, zero.device)
     groups, first, base = [], 0, 0
     for (width, are_words), group in alike.items():
         num = int(num_programs[first : first + len(group)].sum())
@@ -252,7 +252,7 @@ def compare_on_device(log: ChangeLog, known: KnownTable) -> None:
     """Compare copies, and log what differs."""
     from vllm.inflight.worker.delta import compare_kernels as kernels
 
-    counted = kernels.count(known.table)
+    counted = kernels.count(known.table, log.take_notes())
     # This waits until they are counted: the log has to know how much room they take.
     counts = to_host(counted.found[: known.table.num_rows]).numpy().astype(np.int64)
     differ = np.flatnonzero(counts)

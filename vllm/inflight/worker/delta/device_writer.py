@@ -17,12 +17,12 @@ from vllm.inflight.delta.decoded import DecodedPart, Groups, before
 from vllm.inflight.delta.device_decode import (
     Joined,
     Launches,
-    Table,
     bytes_of_copy,
     decode_rows,
     require_no_fault,
 )
 from vllm.inflight.ops.arriving import to_host
+from vllm.inflight.ops.launch_tables import Table
 from vllm.inflight.worker.delta.changed_samples import ChangedSamples
 from vllm.inflight.worker.delta.destinations import Destinations, follow
 from vllm.inflight.worker.delta.targets import Bools, Targets

@@ -27,6 +27,7 @@ import torch
 from vllm.inflight import ops, upstream
 from vllm.inflight.errors import EngineFault
 from vllm.inflight.ops.arriving import to_host
+from vllm.inflight.ops.launch_tables import LaunchTable
 from vllm.inflight.ops.reference import page_key, row_major
 from vllm.inflight.worker.model.kinds import moe
 from vllm.inflight.worker.model.kinds.hidden_weights import PACKED
@@ -578,7 +579,7 @@ class Reading:
     def __init__(self, scratch: Scratch) -> None:
         self._scratch = scratch
         self._of_host: list[tuple[int, torch.Tensor, View]] = []
-        self._steps: list[tuple[list[Copying], torch.Tensor]] = []
+        self._steps: list[tuple[list[Copying], LaunchTable]] = []
         """On a GPU: copies into scratch memory, and the table of what is read then."""
         self._places: list[tuple[int, int, int, int]] = []
         """Address, number of chunks, index of the first, row; not in a table yet."""

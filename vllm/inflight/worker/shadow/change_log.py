@@ -55,6 +55,10 @@ MOVE_BYTES = 1 << 24
 """Bytes of the way back that one copy moves. A step's own copies may wait for those
 that are enqueued: 0.3 ms each over PCIe."""
 
+MOST_NOTES_BYTES = 1 << 23
+"""Enough for tensors of 256 MiB: a 32nd of them. See `MOST_NOTED` in
+worker/delta/compare_kernels.py."""
+
 LEAST_MOVED = 8
 """An update may be larger than the last one, and need room several times. Each time a
 part of the way back moves: one of so many parts at least, as each move takes a wait."""
@@ -193,6 +197,10 @@ class ChangeLog:
         self.capacity = capacity
         self.host_capacity = host_capacity
         self._memory: Area | None = None
+        self._notes = torch.empty(0, dtype=torch.int16, device=self.device)
+        """Part of what is allocated, beside the capacity."""
+        self._notes_stream: torch.cuda.Stream | None = None
+        """The stream whose work uses them."""
         self.holds_way_back = False
         """Whether what is logged is the way back: its update is committed."""
         self._kept: LogEntries | None = None
@@ -226,20 +234,33 @@ class ChangeLog:
         """Get memory, unless there is some; raises `OutOfDeviceMemory`."""
         if self._memory is not None:
             return
+        num_bytes = self.capacity + notes_bytes(self.capacity)
         try:
-            self._memory = Area(
-                torch.empty(self.capacity, dtype=torch.uint8, device=self.device)
-            )
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         except (torch.OutOfMemoryError, RuntimeError) as error:
             raise OutOfDeviceMemory(
-                f"there is no memory for a log of {self.capacity} bytes: {error}",
-                missing_bytes=self.capacity,
+                f"there is no memory for a log of {num_bytes} bytes: {error}",
+                missing_bytes=num_bytes,
             ) from error
+        self._memory = Area(memory[: self.capacity])
+        self._notes = memory[self.capacity :].view(torch.int16)
 
     def free(self) -> None:
         """Give the memory back; `allocate` gets it again."""
         self.clear()
-        self._memory = None
+        self._memory, self._notes = None, self._notes.new_empty(0)
+
+    def take_notes(self) -> torch.Tensor:
+        """Scratch memory for whoever compares tensors, until it is taken again; int16.
+
+        On a GPU it is for the current stream, which waits for the one that had it.
+        """
+        if self.device.type == "cuda":
+            stream = torch.cuda.current_stream(self.device)
+            if self._notes_stream not in (None, stream):
+                stream.wait_stream(self._notes_stream)
+            self._notes_stream = stream
+        return self._notes
 
     def clear(self) -> None:
         """Empty the log: there is no way back any more."""
@@ -602,6 +623,11 @@ def capacity_of(gib: float, num_bytes: int) -> int:
     """
     wanted = int(gib * GIB) if gib else max(num_bytes // 20, 1 << 16)
     return _aligned(wanted)
+
+
+def notes_bytes(capacity: int) -> int:
+    """Bytes of the notes beside a log of that capacity."""
+    return min(_aligned(capacity) // 128 // ALIGNMENT * ALIGNMENT, MOST_NOTES_BYTES)
 
 
 def host_capacity_of(gib: float, num_bytes: int) -> int:

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from vllm.inflight import ops
-from vllm.inflight.delta.device_decode import launch_table
 from vllm.inflight.errors import ArenaTorn
+from vllm.inflight.ops.launch_tables import LaunchTable
 from vllm.inflight.worker.shadow.change_log import SUMS, ChangeLog
 from vllm.inflight.worker.shadow.changed_elements import addresses, elements, reach
 from vllm.inflight.worker.shadow.log_entries import LogEntries, Logged, Numbers
@@ -162,7 +162,7 @@ class _OnDevice:
         for width in np.unique(widths).tolist():
             own = np.ascontiguousarray(rows[widths == width, :7])
             num_programs = -(-own[:, 3] // BLOCK)
-            self._tables.append((*launch_table(own, 4, num_programs, device), width))
+            self._tables.append((*LaunchTable.of(own, 4, num_programs, device), width))
         self._sums = torch.zeros(SUMS, dtype=torch.int64, device=device)
         if device.type == "cuda":
             # The tables are read on another stream, that of the steps.
