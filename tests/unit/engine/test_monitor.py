@@ -2,6 +2,7 @@
 
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +25,9 @@ from vllm.inflight.update import Phase
 
 @pytest.fixture
 def ranks():
-    return SimpleNamespace(statuses=lambda: [Status()], cancel=lambda serial: None)
+    return SimpleNamespace(
+        statuses=lambda: [Status()], cancel=lambda serial: None, rest=time.sleep
+    )
 
 
 def test_an_update_that_starts_while_the_last_one_ends_is_monitored(ranks, monkeypatch):
@@ -85,6 +88,35 @@ def test_waiting_calls_fail_when_an_engine_shuts_down(ranks):
     watch.close()
     with pytest.raises(EngineFault, match="shut down"):
         answer.result(timeout=30)
+
+
+def test_a_wait_is_looked_after_more_often_at_first(ranks, monkeypatch):
+    """A framework may make a call for each tensor, and each waits for the ranks."""
+    rests, now = [], 0.0
+
+    def rest(seconds):
+        nonlocal now
+        rests.append(seconds)
+        now += seconds
+        if now > 0.1:  # the ranks are done
+            ranks.statuses = lambda: [Status(1, "staging", orders=1)]
+
+    ranks.rest = rest
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr(watch_module, "time", clock)
+    ledger = Ledger()
+    watch = UpdateMonitor(ranks, ledger, lambda *_: None)
+    update, _ = ledger.start(StartUpdate("one"), 60.0)
+    ledger.move(update, Phase.STAGING)
+    update.num_commands = 1
+    watch.when_received(update).result(timeout=30)
+    assert rests[0] == watch_module.LEAST_POLL_S
+    assert rests[:-1] == sorted(rests[:-1]) and rests[-2] == watch_module.POLL_S
+    at = 0.0
+    for seconds in rests:  # none is long beside what was waited before
+        assert seconds <= max(watch_module.LEAST_POLL_S, at / 8 + 1e-9)
+        at += seconds
+    watch.close()
 
 
 def test_a_rejection_waits_for_those_of_other_ranks_up_to_a_limit(ranks, monkeypatch):

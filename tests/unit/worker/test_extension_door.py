@@ -160,6 +160,27 @@ def test_the_model_is_walked_again_only_when_a_load_has_changed_it(
         assert known.param is model[0].weight
 
 
+@pytest.mark.parametrize("clones", [False, True])
+def test_the_parameters_are_looked_at_before_a_load_and_after_a_method_alone(
+    monkeypatch: pytest.MonkeyPatch, clones: bool
+) -> None:
+    """A trainer may make a call for each tensor. With `clones` a load changes them."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False))
+    door = Door(lambda _: None, model, torch.nn.Module(), clones=clones, device=CPU)
+    looks: list[object] = []
+    monkeypatch.setattr(
+        extension_door, "contents", lambda of: looks.append(of) or layers.contents(of)
+    )
+    for _ in range(3):
+        call = AdoptedCall("it", door.note)
+        door.begin(call)
+        door([])
+        call.end()
+        door.bring_home()
+    assert door.failure is None
+    assert len(looks) == 3 * (4 if clones else 2)
+
+
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_tensors_that_are_all_there_are_loaded_in_batches(
     kind: type, monkeypatch: pytest.MonkeyPatch

@@ -89,6 +89,32 @@ def test_a_stamp_changes_with_every_post_of_anybody(board):
     assert len(stamps) == 4
 
 
+def test_a_post_of_the_same_process_ends_a_rest(board):
+    other = StatusBoard(board.path, 2)
+    other.post(1, {})
+    began = time.monotonic()
+    board.rest(60.0)  # it came before
+    posting = threading.Timer(0.05, other.post, (0, {}))
+    posting.start()
+    board.rest(60.0)
+    assert time.monotonic() - began < 50.0
+    posting.join()
+    began = time.monotonic()
+    board.rest(0.02)  # nothing has come since
+    assert time.monotonic() - began >= 0.02
+    other.close()
+
+
+def test_a_post_on_another_board_ends_no_rest(board):
+    other = StatusBoard.create(1)
+    other.post(0, {})
+    began = time.monotonic()
+    board.rest(0.02)
+    assert time.monotonic() - began >= 0.02
+    other.unlink()
+    other.close()
+
+
 def test_a_cancelled_update_stays_cancelled(board):
     other = StatusBoard(board.path, 2)
     board.cancel(7)

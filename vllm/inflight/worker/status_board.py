@@ -22,6 +22,7 @@ import tempfile
 import threading
 import zlib
 from typing import Any
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -34,6 +35,8 @@ LONG_BYTES = 1 << 14
 
 A rank of a pipeline stage names all tensors of the other stages."""
 SLOT_BYTES = HEADER_BYTES + 2 * PAGE_BYTES
+_posts = WeakValueDictionary[str, threading.Event]()
+"""For each board that this process has open: set when a rank of the process posts."""
 _U64 = struct.Struct("<Q")
 _U32 = struct.Struct("<I")
 
@@ -46,6 +49,7 @@ class StatusBoard:
         self.num_ranks = num_ranks
         with open(path, "r+b") as file:
             self._map = mmap.mmap(file.fileno(), board_bytes(num_ranks))
+        self._posted = _posts.setdefault(path, threading.Event())
         self._lock = threading.Lock()
         """Held by a thread that writes: a staging thread, the monitor or the core."""
 
@@ -91,6 +95,7 @@ class StatusBoard:
             _U32.pack_into(self._map, page, len(text))
             self._map[page + _U32.size : page + _U32.size + len(text)] = text
             _U64.pack_into(self._map, slot, sequence)
+        self._posted.set()
 
     def read(self, rank: int) -> dict[str, Any]:
         """The latest whole status of `rank`; empty before the first."""
@@ -112,6 +117,14 @@ class StatusBoard:
     def read_all(self) -> list[dict[str, Any]]:
         """The latest status of every rank, in rank order."""
         return [self.read(rank) for rank in range(self.num_ranks)]
+
+    def rest(self, seconds: float) -> None:
+        """Wait for so long, or until a rank of this process posts.
+
+        A post since the last call ends the wait at once. One thread may wait.
+        """
+        self._posted.wait(seconds)
+        self._posted.clear()
 
     def stamp(self) -> tuple[int, ...]:
         """Changes whenever any rank posts; cheaper to compare than to read."""

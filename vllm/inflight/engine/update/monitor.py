@@ -31,6 +31,10 @@ from vllm.inflight.messages import State, Status
 from vllm.inflight.update import Phase
 
 POLL_S = 0.002
+LEAST_POLL_S = 0.0001
+POLLED_SHARE = 0.125
+"""Of the time that a call has waited, the part after which the board is read again. A
+framework may make a call for each tensor, which takes a rank a millisecond."""
 MORE_S = 0.5
 """After one rank rejects an update, longest wait for the errors of other ranks."""
 
@@ -54,6 +58,8 @@ class UpdateMonitor:
         self._ledger = ledger
         self._lock = threading.Lock()
         self._waiting: list[tuple[Future[dict[str, Any]], Ready]] = []
+        self._asked = 0.0
+        """When the last wait has begun."""
         self._update: Update | None = None
         self._seen: list[Any] = []
         """The progress of the ranks when the update last moved."""
@@ -129,6 +135,7 @@ class UpdateMonitor:
         future: Future[dict[str, Any]] = Future()
         with self._lock:
             self._waiting.append((future, ready))
+            self._asked = time.monotonic()
             self._ensure_thread()
         return future
 
@@ -162,12 +169,22 @@ class UpdateMonitor:
                 if self._update is None and not self._waiting:
                     self._thread = None
                     return
-            time.sleep(POLL_S)
+            self._ranks.rest(self._poll_s())
         with self._lock:  # a later call finds no thread and starts one
             waiting, self._waiting = self._waiting, []
             self._thread = None
         for future, _ in waiting:
             future.set_exception(EngineFault("the engine has been shut down"))
+
+    def _poll_s(self) -> float:
+        """Seconds until the board is read again, unless a rank posts in this process.
+
+        A rank in a process of its own cannot end a wait.
+        """
+        if not self._waiting:
+            return POLL_S
+        waited = time.monotonic() - self._asked
+        return min(POLL_S, max(LEAST_POLL_S, POLLED_SHARE * waited))
 
     def _look_after(self, update: Update) -> None:
         """Advance or end `update`, by the statuses of its ranks and the clock."""

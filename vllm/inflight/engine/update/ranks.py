@@ -334,6 +334,10 @@ class Ranks:
             self._statuses, self._read_at = list(posted), stamp
         return self._statuses
 
+    def rest(self, seconds: float) -> None:
+        """Wait for so long; a status of a rank in this process ends the wait."""
+        self._board.rest(seconds)
+
     def stamp(self) -> tuple[int, ...]:
         """A value that changes whenever a rank posts a status."""
         return self._board.stamp()

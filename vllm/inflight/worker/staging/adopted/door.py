@@ -269,6 +269,12 @@ class Door:
             # The first load has begun the load of all layers, and checked the plan.
             self._is_used, self._states = True, self._now()
 
+    def begin(self, call: AdoptedCall) -> None:
+        """A method is about to be called."""
+        self.call = call
+        if self._clones:
+            self.note_homes()
+
     def note_homes(self) -> None:
         """Remember the parameters and their places; nobody else changes them.
 
@@ -294,7 +300,7 @@ class Door:
     def _contents(self) -> tuple[list[object], list[int]]:
         """All layers and parameters of the model, and where parameters are."""
         with undirected():
-            return contents(self._layers), [*map(_place, self._params)]
+            return contents(self._layers), _places(self._params)
 
     def bring_home(self) -> None:
         """Put layers and parameters back that a method has replaced.
@@ -310,7 +316,7 @@ class Door:
                 self._note_replaced(f"the layers of {type(layer).__name__}")
         for name, layer, key, param, place in self._homes:
             is_own = layer._parameters.get(key) is param
-            if is_own and _place(param) == _place(place):
+            if is_own and len({*_places([param, place])}) == 1:
                 continue
             param.data = place
             layer._parameters[key] = param
@@ -354,9 +360,13 @@ class Door:
         }
 
 
-def _place(param: torch.Tensor) -> int:
-    """The address of a parameter; one without memory has that of its storage object."""
-    return param.data_ptr() or -int(param.untyped_storage()._cdata)
+def _places(params: Sequence[torch.Tensor]) -> list[int]:
+    """The addresses of parameters; one without memory has that of its storage."""
+    found = [*map(torch.Tensor.data_ptr, params)]  # without a function of Python
+    if all(found):
+        return found
+    both = zip(found, params, strict=True)
+    return [at or -int(param.untyped_storage()._cdata) for at, param in both]
 
 
 def write_conflict(

@@ -149,17 +149,17 @@ class ExtensionCalls(StagedEngine):
         """
         _make_calm()
         follow_threads()
-        rows = matched(methods_of(type(self.worker), known_calls()))
-        for step in {step for row in rows for step in row.load_steps}:
-            _make_void(step)
         if self._stand_in is None:
+            rows = matched(methods_of(type(self.worker), known_calls()))
+            for step in {step for row in rows for step in row.load_steps}:
+                _make_void(step)
             self._stand_in = stand_in(self.worker, self.model)
         if command.method is None:
             name, method = "load_weights", self.model.load_weights
         else:
             name, method = command.method, getattr(self._stand_in, command.method)
-        door.call = call = AdoptedCall(name, door.note)
-        door.note_homes()
+        call = AdoptedCall(name, door.note)
+        door.begin(call)
         if torch.device(self.worker.device).type == "cuda":
             door.stream = torch.cuda.current_stream()
         try:
