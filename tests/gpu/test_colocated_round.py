@@ -8,9 +8,10 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from tests.gpu.test_sleep import KV_BYTES, MIB, free_bytes, one_set
+from tests.gpu.test_sleep import KV_BYTES, MIB, one_set
 from tests.support.engines.probe import prompts
 from tests.support.gpu.exact import exact_products  # noqa: F401 (a fixture)
+from tests.support.gpu.memory import taken
 from vllm.inflight.errors import PauseConflict
 
 pytestmark = [
@@ -167,9 +168,9 @@ def test_requests_go_on_with_the_right_tokens_in_every_round(
     label = "old"
     for number in range(ROUNDS):
         requests = Requests(llm).begin()
-        awake = free_bytes()
+        awake = taken()
         give_back(llm)
-        freed = free_bytes() - awake
+        freed = awake - taken()
         record_property("given_back_gib", round(freed / (1 << 30), 2))
         assert freed > KV_BYTES + 2 * one_set_bytes(llm) - 512 * MIB
         begun = requests.settle()
@@ -181,7 +182,7 @@ def test_requests_go_on_with_the_right_tokens_in_every_round(
         llm.wake_up(tags=["kv_cache"])
         llm.continue_generation()
         requests.run()
-        assert abs(free_bytes() - awake) < 512 * MIB
+        assert abs(taken() - awake) < 512 * MIB
         check(llm, requests, begun, label)
 
 
@@ -211,9 +212,9 @@ def test_the_weights_sleep_alone_and_requests_keep_their_kv(llm: Any) -> None:
     expected = Requests(llm).run().tokens
     llm.reset_prefix_cache()
     requests = Requests(llm).begin()
-    awake, weights = free_bytes(), one_set_bytes(llm)
+    awake, weights = taken(), one_set_bytes(llm)
     llm.release_memory_occupation(["weights"], mode="in_place")
-    freed = free_bytes() - awake
+    freed = awake - taken()
     assert 2 * weights - 64 * MIB < freed < 2 * weights + 512 * MIB
     requests.settle()
     train()
@@ -226,11 +227,11 @@ def test_the_kv_cache_sleeps_alone_and_a_rollback_target_stays(
 ) -> None:
     llm.update_weights_from_disk(str(new), "new")
     requests = Requests(llm).begin()
-    awake = free_bytes()
+    awake = taken()
     llm.pause_generation(mode="retract")
     begun = requests.settle()
     llm.llm_engine.release_kv_cache_memory()
-    assert KV_BYTES - 64 * MIB < free_bytes() - awake < KV_BYTES + 512 * MIB
+    assert KV_BYTES - 64 * MIB < awake - taken() < KV_BYTES + 512 * MIB
     train()
     llm.rollback_weights()
     llm.wake_up(tags=["kv_cache"])
@@ -259,10 +260,10 @@ def test_a_release_with_requests_in_place_is_rejected_before_memory_is_freed(
     expected = Requests(llm).run().tokens
     llm.reset_prefix_cache()
     requests = Requests(llm).begin()
-    awake = free_bytes()
+    awake = taken()
     llm.pause_generation(mode="in_place")
     with pytest.raises(PauseConflict, match="use mode 'retract'"):
         llm.release_memory_occupation()
-    assert abs(free_bytes() - awake) < 64 * MIB
+    assert abs(taken() - awake) < 64 * MIB
     llm.continue_generation()
     assert requests.run().tokens == expected

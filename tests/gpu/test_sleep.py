@@ -12,6 +12,7 @@ from tests.support.engines.adapters import make_adapter
 from tests.support.engines.bare_core import call
 from tests.support.engines.probe import greedy, prompts
 from tests.support.engines.script import run_script
+from tests.support.gpu.memory import taken
 from vllm.inflight.errors import EngineAsleep, OutOfDeviceMemory
 from vllm.inflight.worker.memory.placement import placement_of
 from vllm.inflight.worker.worker_state import WorkerState
@@ -84,13 +85,6 @@ def arena_of(llm: Any) -> Any:
     return placement_of(worker.get_model()).arena
 
 
-def free_bytes() -> int:
-    """Also counts what torch keeps for itself, which every sleep makes it let go."""
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info()[0]
-
-
 def one_set(llm: Any) -> int:
     """Bytes of the memory of one set of weights."""
     return sum(num_bytes for _, num_bytes in arena_of(llm).runs())
@@ -100,20 +94,20 @@ def one_set(llm: Any) -> int:
 def test_a_sleep_frees_gpu_memory_and_a_wake_up_takes_it_again(
     llm: Any, old: Path, level: int
 ) -> None:
-    arena, awake, weights = arena_of(llm), free_bytes(), one_set(llm)
+    arena, awake, weights = arena_of(llm), taken(), one_set(llm)
     assert arena.stats()["backed_bytes"] == 2 * weights > 500 * MIB
     llm.sleep(level=level)
-    asleep = free_bytes()
+    asleep = taken()
     assert arena.stats()["backed_bytes"] == 0
-    assert asleep - awake > 2 * weights + 1024 * MIB  # the KV cache is much larger
+    assert awake - asleep > 2 * weights + 1024 * MIB  # the KV cache is much larger
     llm.wake_up(tags=["weights"])
-    half = free_bytes()
-    assert abs(asleep - half - 2 * weights) < 512 * MIB
-    assert half - awake > 1024 * MIB
+    half = taken()
+    assert abs(half - asleep - 2 * weights) < 512 * MIB
+    assert awake - half > 1024 * MIB
     if level == 2:
         llm.update_weights_from_disk(str(old), "old again")
     llm.wake_up(tags=["kv_cache"])
-    assert abs(free_bytes() - awake) < 512 * MIB
+    assert abs(taken() - awake) < 512 * MIB
 
 
 @pytest.mark.parametrize("tags", [None, ["weights"]])
@@ -231,14 +225,14 @@ def test_a_sleep_ends_an_update_that_is_staged(
 def test_the_kv_cache_can_sleep_alone(
     llm: Any, new: Path, fresh: list[list[int]]
 ) -> None:
-    awake = free_bytes()
+    awake = taken()
     # In this process nothing steps by itself, and a step takes leave of what has ended.
     core = llm.llm_engine.engine_core.engine_core
     while core.scheduler.has_requests() or core.batch_queue:
         llm.llm_engine.step()
     llm.sleep(level=0)
     llm.llm_engine.release_kv_cache_memory()
-    assert free_bytes() - awake > 1024 * MIB
+    assert awake - taken() > 1024 * MIB
     llm.update_weights_from_disk(str(new), "new")
     llm.wake_up(tags=["kv_cache"])
     assert greedy(llm) == fresh
@@ -258,7 +252,9 @@ def test_the_live_weights_serve_without_memory_for_the_shadow_weights(
 ) -> None:
     weights = one_set(llm)
     llm.sleep(level=1)
-    hog = torch.empty(free_bytes() - weights * 3 // 2, dtype=torch.uint8, device="cuda")
+    torch.cuda.empty_cache()
+    num_bytes = torch.cuda.mem_get_info()[0] - weights * 3 // 2
+    hog = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
     llm.wake_up(tags=["weights"])
     with pytest.raises(OutOfDeviceMemory, match="GiB"):
         llm.update_weights_from_disk(str(new), "new")

@@ -17,6 +17,7 @@ import random
 import tempfile
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,9 @@ async def soak(options: argparse.Namespace, root: Path) -> dict[str, Any]:
     has_logs = (await engine.weight_info())["staging"]["has_logs"]
     assert has_logs is (options.staging == "delta")
     answers: asyncio.Queue[Answer] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    # Torch gives each thread that computes a pool of others, which count as growth.
+    judge_thread = ThreadPoolExecutor(1, "judge")
 
     async def judge_all() -> None:
         """Look at every span, and replay what there is time for."""
@@ -149,7 +153,8 @@ async def soak(options: argparse.Namespace, root: Path) -> dict[str, Any]:
             found = covered(answer, history)
             torn = [f"{answer.name}: {found}"] if found else []
             if answer.eras and not torn and answers.qsize() < 100:
-                torn = await asyncio.to_thread(judge.torn, answer)
+                judged = loop.run_in_executor(judge_thread, judge.torn, answer)
+                torn = await judged
             history.num_torn += len(torn)
             history.wrong += torn
             answers.task_done()
@@ -216,6 +221,7 @@ async def soak(options: argparse.Namespace, root: Path) -> dict[str, Any]:
             task.cancel()
         await trainer.close()
         engine.shutdown()
+        judge_thread.shutdown(cancel_futures=True)
     shares = judge.num_answers / max(1, load.num_requests)
     if shares < LEAST_JUDGED:
         history.wrong.append(f"only {shares:.1%} of the answers were replayed")

@@ -175,6 +175,19 @@ def test_growing_memory_is_distinguished_from_varying_memory(
     assert told == {"memory_mib": grows} | dict.fromkeys(flat, False)
 
 
+@pytest.mark.parametrize(("per_beat", "grows"), [(0.0, False), (0.5, True)])
+def test_what_goes_and_comes_back_does_not_count_as_growth(
+    per_beat: float, grows: bool
+) -> None:
+    """A transport's buckets are freed with its group, and taken again later."""
+    pulse = Pulse()
+    pulse.beats = [
+        Beat(float(at), 2000, 70, 160, 0, 1926 + per_beat * at - 386 * (at % 450 > 400))
+        for at in range(1, 900)
+    ]
+    assert pulse.slopes()["gpu_mib"]["grows"] is grows
+
+
 @pytest.mark.parametrize(
     ("open_groups", "tensors_mib", "is_wrong", "grow"),
     [(1, 100, False, False), (2, 100, True, False), (1, 120, False, True)],
