@@ -76,8 +76,15 @@ class Arm:
             arrivals.append((time.monotonic(), len(tokens)))
 
     async def _probe(self) -> list[int]:
-        chunks = self._generate(first_token=0, num_tokens=PROBE_TOKENS)
-        return [token async for tokens in chunks for token in tokens]
+        """Tokens of a request that is alone: others in its steps change roundings.
+
+        When a request before it has ended, the engine has let go of all streams.
+        """
+        found: list[int] = []
+        for num_tokens in (1, PROBE_TOKENS):
+            chunks = self._generate(first_token=0, num_tokens=num_tokens)
+            found = [token async for tokens in chunks for token in tokens]
+        return found
 
     async def _generate(
         self, *, first_token: int, num_tokens: int
