@@ -17,6 +17,7 @@ from vllm.inflight.errors import Cancelled
 from vllm.inflight.worker.shadow import change_log
 from vllm.inflight.worker.shadow.change_log import ChangeLog, Keeping, notes_bytes
 from vllm.inflight.worker.shadow.log_entries import LogEntries
+from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.shadow.swap import Swap
 
 
@@ -67,10 +68,19 @@ def test_notes_are_memory_of_their_own_which_the_log_gives_back_with_its_own() -
     space.offsets.zero_()
     space.bits.zero_()
     assert len(log.take_notes()) == 1 << 12 and (log.take_notes() == -1).all()
+    assert log.allocated_bytes == (1 << 20) + (1 << 13)
     log.free()
     assert not len(log.take_notes())
     log.allocate()
     assert len(log.take_notes()) == 1 << 12
+
+
+def test_the_budget_of_the_kv_cache_counts_the_notes() -> None:
+    shadow = object.__new__(ShadowModel)
+    shadow.module, shadow.arenas = torch.nn.Module(), ()
+    shadow.device, shadow.log = torch.device("cuda"), ChangeLog(CPU, 1 << 20)
+    assert shadow.copied_bytes == (1 << 20) + (1 << 13)
+    assert shadow.staging_bytes == 1 << 20
 
 
 @pytest.mark.parametrize("num_kept", [0, 1000])

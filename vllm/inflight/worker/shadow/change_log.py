@@ -234,7 +234,7 @@ class ChangeLog:
         """Get memory, unless there is some; raises `OutOfDeviceMemory`."""
         if self._memory is not None:
             return
-        num_bytes = self.capacity + notes_bytes(self.capacity)
+        num_bytes = self.allocated_bytes
         try:
             memory = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         except (torch.OutOfMemoryError, RuntimeError) as error:
@@ -244,6 +244,11 @@ class ChangeLog:
             ) from error
         self._memory = Area(memory[: self.capacity])
         self._notes = memory[self.capacity :].view(torch.int16)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes that `allocate` takes: those of the capacity and of the notes."""
+        return self.capacity + notes_bytes(self.capacity)
 
     def free(self) -> None:
         """Give the memory back; `allocate` gets it again."""

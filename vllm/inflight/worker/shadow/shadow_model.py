@@ -343,7 +343,7 @@ class ShadowModel:
         if self.module is None or self.device.type == "cpu" or self.arenas:
             return 0
         if self.log is not None:
-            return self.log.capacity
+            return self.log.allocated_bytes
         own = self.module.parameters()
         return sum(param.nbytes for param in own if param.device == self.device)
 
