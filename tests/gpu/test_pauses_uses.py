@@ -23,6 +23,7 @@ from tests.robustness.pauses.test_uses import (  # noqa: F401 (tests, run here o
     test_a_client_that_vanishes_in_a_pause_takes_only_its_request_along,
     test_a_flush_under_requests_whose_kv_is_kept_is_rejected,
     test_a_pause_becomes_stricter_under_requests_and_never_looser,
+    test_a_pause_takes_force_after_the_steps_that_are_under_way,
     test_an_abort_that_races_with_a_flip_leaves_one_whole_version,
     test_decoding_goes_on_by_itself_when_the_lease_of_a_pause_runs_out,
     test_decoding_goes_on_while_an_update_is_staged_that_began_in_the_pause,

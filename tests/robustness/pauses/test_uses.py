@@ -29,6 +29,10 @@ NUM_RACES = {"cpu": 20, "cuda": 60}
 NUM_TOKENS = 640 if IS_ON_CPU else 1600
 """Of a request through updates: a CPU has decoded 25 when the last one is served."""
 LABELS = (NEW, OLD)
+NUM_PAUSES = 9
+MOST_LATE = 6
+"""Tokens of a request after the call of a pause: of two steps that are under way, of
+the one that is scheduled meanwhile, and those on their way to the client."""
 OWNER = "rollout"
 LEASE_S = 2.0
 
@@ -133,6 +137,28 @@ def test_decoding_goes_on_while_an_update_is_staged_that_began_in_the_pause(
     whole(sent, NUM_TOKENS)
     for stream in sent:
         assert [s.version for s in stream.choices[0].spans] == [OLD, NEW]
+    assert wrong(subject, sent, mode) == []
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_a_pause_takes_force_after_the_steps_that_are_under_way(
+    subject: Subject, live: Live, mode: str
+) -> None:
+    sent = begun(live)
+    late = []
+    for _ in range(NUM_PAUSES):
+        before = counts(sent)
+        assert live.pause(mode)["paused"]
+        time.sleep(0.05)  # what has left the engine arrives
+        held = counts(sent)
+        late.append(max(a - b for a, b in zip(held, before, strict=True)))
+        time.sleep(0.05)
+        assert counts(sent) == held
+        live.call("continue_generation")
+        flow_again(sent)
+    assert sorted(late)[NUM_PAUSES // 2] <= MOST_LATE, late
+    live.wait(sent)
+    whole(sent, NUM_TOKENS)
     assert wrong(subject, sent, mode) == []
 
 
