@@ -188,6 +188,28 @@ def test_what_goes_and_comes_back_does_not_count_as_growth(
     assert pulse.slopes()["gpu_mib"]["grows"] is grows
 
 
+@pytest.mark.parametrize("at", [460, 890])
+@pytest.mark.parametrize(("per_beat", "grows"), [(0.0, False), (1 / 60, True)])
+def test_one_beat_hides_no_growth_and_is_none(
+    at: int, per_beat: float, grows: bool
+) -> None:
+    pulse = Pulse()
+    pulse.beats = [
+        Beat(
+            float(n),
+            2000 + 9 * per_beat * n + 120 * (n == at),
+            70 + round(per_beat * n) + 16 * (n == at),
+            160 + round(per_beat * n) + 3 * (n == at),
+            0,
+            1926 + 9 * per_beat * n + 120 * (n == at),
+        )
+        for n in range(1, 900)
+    ]
+    told = {name: slope["grows"] for name, slope in pulse.slopes().items()}
+    names = ("memory_mib", "gpu_mib", "threads", "descriptors")
+    assert told == {"shared_files": False} | dict.fromkeys(names, grows)
+
+
 @pytest.mark.parametrize(
     ("open_groups", "tensors_mib", "is_wrong", "grow"),
     [(1, 100, False, False), (2, 100, True, False), (1, 120, False, True)],

@@ -26,7 +26,10 @@ from vllm.inflight.update import Phase
 @pytest.fixture
 def ranks():
     return SimpleNamespace(
-        statuses=lambda: [Status()], cancel=lambda serial: None, rest=time.sleep
+        statuses=lambda: [Status()],
+        cancel=lambda serial: None,
+        rest=time.sleep,
+        wake=lambda: None,
     )
 
 
@@ -116,6 +119,27 @@ def test_a_wait_is_looked_after_more_often_at_first(ranks, monkeypatch):
     for seconds in rests:  # none is long beside what was waited before
         assert seconds <= max(watch_module.LEAST_POLL_S, at / 8 + 1e-9)
         at += seconds
+    watch.close()
+
+
+def test_a_wait_ends_the_rest_of_a_thread_that_monitors_an_update(ranks):
+    ends = threading.Event()
+
+    def rest(seconds):
+        ends.wait(60.0 if seconds == watch_module.POLL_S else seconds)
+        ends.clear()
+
+    ranks.rest, ranks.wake = rest, ends.set
+    ledger = Ledger()
+    watch = UpdateMonitor(ranks, ledger, lambda *_: None)
+    update, _ = ledger.start(StartUpdate("one"), 60.0)
+    ledger.move(update, Phase.STAGING)
+    update.num_commands = 1
+    watch.start(update)
+    time.sleep(0.05)  # it rests by now
+    ranks.statuses = lambda: [Status(1, "staging", orders=1)]
+    watch.when_received(update).result(timeout=30)
+    ends.set()
     watch.close()
 
 

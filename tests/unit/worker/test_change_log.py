@@ -54,10 +54,41 @@ def test_the_way_back_outlives_an_update_that_is_logged_beside_it():
 
 
 @pytest.mark.parametrize(
-    ("capacity", "num_bytes"), [(64, 0), (1 << 20, 1 << 13), (1 << 34, 1 << 23)]
+    ("capacity", "num_bytes"),
+    [
+        (64, 8),
+        (4097, 512),
+        (1 << 20, 1 << 17),
+        (1 << 26, 1 << 21),
+        (3 << 28, 6 << 20),
+        (1 << 34, 1 << 23),
+    ],
 )
 def test_a_log_has_notes_of_a_128th_of_it(capacity: int, num_bytes: int) -> None:
+    """A small one has some more, and a large one no more than are of use."""
     assert notes_bytes(capacity) == num_bytes
+    if capacity < 1 << 21:
+        assert 2 * len(ChangeLog(CPU, capacity).take_notes()) == num_bytes
+
+
+def test_a_stream_that_takes_the_notes_waits_for_the_one_that_had_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[tuple[str, str]] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: "Stream") -> None:
+            waits.append((self.name, other.name))
+
+    log, a, b = ChangeLog(CPU, 1 << 20), Stream("a"), Stream("b")
+    log.device = torch.device("cuda")
+    for stream in (a, a, b, b, a):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _, s=stream: s)
+        log.take_notes()
+    assert waits == [("b", "a"), ("a", "b")]
 
 
 def test_notes_are_memory_of_their_own_which_the_log_gives_back_with_its_own() -> None:
@@ -67,19 +98,19 @@ def test_notes_are_memory_of_their_own_which_the_log_gives_back_with_its_own() -
     assert space is not None
     space.offsets.zero_()
     space.bits.zero_()
-    assert len(log.take_notes()) == 1 << 12 and (log.take_notes() == -1).all()
-    assert log.allocated_bytes == (1 << 20) + (1 << 13)
+    assert len(log.take_notes()) == 1 << 16 and (log.take_notes() == -1).all()
+    assert log.allocated_bytes == (1 << 20) + (1 << 17)
     log.free()
     assert not len(log.take_notes())
     log.allocate()
-    assert len(log.take_notes()) == 1 << 12
+    assert len(log.take_notes()) == 1 << 16
 
 
 def test_the_budget_of_the_kv_cache_counts_the_notes() -> None:
     shadow = object.__new__(ShadowModel)
     shadow.module, shadow.arenas = torch.nn.Module(), ()
     shadow.device, shadow.log = torch.device("cuda"), ChangeLog(CPU, 1 << 20)
-    assert shadow.copied_bytes == (1 << 20) + (1 << 13)
+    assert shadow.copied_bytes == (1 << 20) + (1 << 17)
     assert shadow.staging_bytes == 1 << 20
 
 

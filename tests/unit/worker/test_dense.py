@@ -286,9 +286,9 @@ def compare_one(live, tensor, copy) -> None:
     entry = Entry(tensor.shape, tensor.dtype, [copy], is_proved=True)
     wanted = ChangeLog(CPU, 1 << 20)
     dense.log_differences(wanted, live, entry, tensor)
-    for num_notes in (4096, 5, 0):  # with few notes all is read once more
+    for num_notes in (1 << 16, 5, 0):  # with few notes all is read once more
         seen = ChangeLog(CPU, 1 << 20)
-        assert len(seen._notes) == 4096
+        assert len(seen._notes) == 1 << 16
         seen._notes = seen._notes[:num_notes]
         comparison = dense.Comparison(seen, live, KnownDestinations())
         comparison._has_kernels = True

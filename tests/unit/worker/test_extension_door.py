@@ -161,6 +161,26 @@ def test_the_model_is_walked_again_only_when_a_load_has_changed_it(
 
 
 @pytest.mark.parametrize("clones", [False, True])
+@pytest.mark.parametrize("replace", [replace_data, replace_parameter])
+def test_a_parameter_that_is_replaced_between_two_calls_is_put_back(
+    replace: Callable[[torch.nn.Module], None], clones: bool
+) -> None:
+    """A thread of a method may go on when the method has returned."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False))
+    param, place = model[0].weight, model[0].weight.data_ptr()
+    door = Door(lambda _: None, model, torch.nn.Module(), clones=clones, device=CPU)
+    for _ in range(2):
+        door.call = call = AdoptedCall("it", door.note)
+        door([])
+        call.end()
+        door.bring_home()
+        if door.failure is None:
+            replace(model[0])
+    assert isinstance(door.failure, Conflict)
+    assert model[0].weight is param and param.data_ptr() == place
+
+
+@pytest.mark.parametrize("clones", [False, True])
 def test_the_parameters_are_looked_at_before_a_load_and_after_a_method_alone(
     monkeypatch: pytest.MonkeyPatch, clones: bool
 ) -> None:
@@ -172,13 +192,12 @@ def test_the_parameters_are_looked_at_before_a_load_and_after_a_method_alone(
         extension_door, "contents", lambda of: looks.append(of) or layers.contents(of)
     )
     for _ in range(3):
-        call = AdoptedCall("it", door.note)
-        door.begin(call)
+        door.call = call = AdoptedCall("it", door.note)
         door([])
         call.end()
         door.bring_home()
     assert door.failure is None
-    assert len(looks) == 3 * (4 if clones else 2)
+    assert len(looks) == 3 * (3 if clones else 2)
 
 
 @pytest.mark.parametrize("kind", [list, tuple])

@@ -22,8 +22,6 @@ LANES_NOTED = 1024
 LANES_TO_BRING = 128
 """Lanes that a program of `compact` reads at once: one for each thread."""
 
-WARPS_TO_COMPACT = 4
-
 COLUMNS = 16
 """int64 values of a row of `decode_gaps`, `decode_others` and `decode_runs`."""
 
@@ -820,7 +818,6 @@ def compact(
     _compact[(programs[1] - programs[0],)](
         *(rows, owners, *found, firsts, *entries, torn, programs[0]),
         **_options(width, is_aligned=is_aligned),
-        num_warps=WARPS_TO_COMPACT,
     )
 
 

@@ -95,7 +95,7 @@ class StatusBoard:
             _U32.pack_into(self._map, page, len(text))
             self._map[page + _U32.size : page + _U32.size + len(text)] = text
             _U64.pack_into(self._map, slot, sequence)
-        self._posted.set()
+        self.wake()
 
     def read(self, rank: int) -> dict[str, Any]:
         """The latest whole status of `rank`; empty before the first."""
@@ -119,12 +119,16 @@ class StatusBoard:
         return [self.read(rank) for rank in range(self.num_ranks)]
 
     def rest(self, seconds: float) -> None:
-        """Wait for so long, or until a rank of this process posts.
+        """Wait for so long, or until a rank of this process posts, or for `wake`.
 
-        A post since the last call ends the wait at once. One thread may wait.
+        What has come since the last call ends the wait at once. One thread may wait.
         """
         self._posted.wait(seconds)
         self._posted.clear()
+
+    def wake(self) -> None:
+        """End the wait of `rest` in this process."""
+        self._posted.set()
 
     def stamp(self) -> tuple[int, ...]:
         """Changes whenever any rank posts; cheaper to compare than to read."""

@@ -137,6 +137,7 @@ class UpdateMonitor:
             self._waiting.append((future, ready))
             self._asked = time.monotonic()
             self._ensure_thread()
+        self._ranks.wake()
         return future
 
     def _ensure_thread(self) -> None:

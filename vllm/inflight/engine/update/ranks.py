@@ -338,6 +338,10 @@ class Ranks:
         """Wait for so long; a status of a rank in this process ends the wait."""
         self._board.rest(seconds)
 
+    def wake(self) -> None:
+        """End the wait of `rest`."""
+        self._board.wake()
+
     def stamp(self) -> tuple[int, ...]:
         """A value that changes whenever a rank posts a status."""
         return self._board.stamp()

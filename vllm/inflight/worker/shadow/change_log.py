@@ -55,8 +55,8 @@ MOVE_BYTES = 1 << 24
 """Bytes of the way back that one copy moves. A step's own copies may wait for those
 that are enqueued: 0.3 ms each over PCIe."""
 
-MOST_NOTES_BYTES = 1 << 23
-"""Enough for tensors of 256 MiB: a 32nd of them. See `MOST_NOTED` in
+LEAST_NOTES_BYTES, MOST_NOTES_BYTES = 1 << 21, 1 << 23
+"""Enough for tensors of 64 and of 256 MiB: a 32nd of them. See `MOST_NOTED` in
 worker/delta/compare_kernels.py."""
 
 LEAST_MOVED = 8
@@ -243,12 +243,12 @@ class ChangeLog:
                 missing_bytes=num_bytes,
             ) from error
         self._memory = Area(memory[: self.capacity])
-        self._notes = memory[self.capacity :].view(torch.int16)
+        self._notes = memory[_aligned(self.capacity) :].view(torch.int16)
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes that `allocate` takes: those of the capacity and of the notes."""
-        return self.capacity + notes_bytes(self.capacity)
+        return _aligned(self.capacity) + notes_bytes(self.capacity)
 
     def free(self) -> None:
         """Give the memory back; `allocate` gets it again."""
@@ -632,7 +632,8 @@ def capacity_of(gib: float, num_bytes: int) -> int:
 
 def notes_bytes(capacity: int) -> int:
     """Bytes of the notes beside a log of that capacity."""
-    return min(_aligned(capacity) // 128 // ALIGNMENT * ALIGNMENT, MOST_NOTES_BYTES)
+    least = min(LEAST_NOTES_BYTES, capacity // 8)
+    return _aligned(max(least, min(capacity // 128, MOST_NOTES_BYTES)))
 
 
 def host_capacity_of(gib: float, num_bytes: int) -> int:

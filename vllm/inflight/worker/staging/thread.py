@@ -407,6 +407,7 @@ class StagingThread(Background):
             # No tensor came. Writes to `param.data` are not seen, so nothing can be
             # rolled back to from here on.
             self._open()
+            door.note_homes()
         self._status = replace(self._status, parameters=tally(intake.due()))
 
     def _give_up_unseen(self) -> None:

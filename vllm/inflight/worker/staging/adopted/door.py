@@ -269,18 +269,12 @@ class Door:
             # The first load has begun the load of all layers, and checked the plan.
             self._is_used, self._states = True, self._now()
 
-    def begin(self, call: AdoptedCall) -> None:
-        """A method is about to be called."""
-        self.call = call
-        if self._clones:
-            self.note_homes()
-
     def note_homes(self) -> None:
         """Remember the parameters and their places; nobody else changes them.
 
-        With `clones` a load may, so it is called after each load, and before a method.
-        A trainer may make a call for each tensor, so the model is walked only if there
-        is something new.
+        With `clones` a load may, so it is called after each load, and when a load has
+        begun. A trainer may make a call for each tensor, so the model is walked only if
+        there is something new.
         """
         if not self._is_changed():
             return

@@ -158,8 +158,7 @@ class ExtensionCalls(StagedEngine):
             name, method = "load_weights", self.model.load_weights
         else:
             name, method = command.method, getattr(self._stand_in, command.method)
-        call = AdoptedCall(name, door.note)
-        door.begin(call)
+        door.call = call = AdoptedCall(name, door.note)
         if torch.device(self.worker.device).type == "cuda":
             door.stream = torch.cuda.current_stream()
         try:
