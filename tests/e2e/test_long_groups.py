@@ -21,6 +21,7 @@ from tests.robustness.soak.rank import held as held_of_groups
 from tests.support.engines.far_trainer import FarTrainer
 from tests.support.engines.probe import greedy, outputs_during
 from tests.support.waiting import until
+from vllm.inflight.errors import InflightError
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -29,6 +30,7 @@ BUCKET_BYTES = 1 << 18
 UPDATES = 200, 100
 """Until allocators have found their level, and in each of three rounds after that."""
 GROUPS = 20, 10
+KILLED = 5, 5
 MEMORY = {"resident_mib": 24.0, "gpu_mib": 16.0, "tensors_mib": 4.0}
 """By which a round may grow. A leak of each update, or of each group, is larger, and
 comes in every round; what an allocator keeps comes once."""
@@ -104,6 +106,26 @@ def test_many_groups_one_after_another_leak_nothing(
                 far.send((old, new)[index % 2])
 
         stays_flat(open_groups, *GROUPS)
+        assert greedy(llm) == fresh
+
+
+def test_trainers_that_are_killed_one_after_another_leak_nothing(
+    llm: Any, fresh: list[list[int]], old: Path, new: Path, backend: str
+) -> None:
+    def join() -> FarTrainer:
+        return FarTrainer(llm, backend, old, bucket_bytes=BUCKET_BYTES)
+
+    def lose(count: int) -> None:
+        for _ in range(count):
+            with join() as far:
+                sending = far.fall_silent(new)
+                far.kill()
+                with pytest.raises(InflightError):
+                    sending.result(60)
+
+    stays_flat(lose, *KILLED)
+    with join() as far:
+        far.send(new)
         assert greedy(llm) == fresh
 
 

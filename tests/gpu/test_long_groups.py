@@ -9,6 +9,7 @@ import torch
 from tests.e2e.test_long_groups import (  # noqa: F401 (tests, run here over NCCL)
     test_hundreds_of_updates_in_one_group_leak_nothing,
     test_many_groups_one_after_another_leak_nothing,
+    test_trainers_that_are_killed_one_after_another_leak_nothing,
 )
 from tests.e2e.test_trainer_failures import engine  # noqa: F401 (a fixture)
 
