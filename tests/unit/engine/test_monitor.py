@@ -30,6 +30,7 @@ def ranks():
         cancel=lambda serial: None,
         rest=time.sleep,
         wake=lambda: None,
+        are_here=False,
     )
 
 
@@ -119,6 +120,16 @@ def test_a_wait_is_looked_after_more_often_at_first(ranks, monkeypatch):
     for seconds in rests:  # none is long beside what was waited before
         assert seconds <= max(watch_module.LEAST_POLL_S, at / 8 + 1e-9)
         at += seconds
+    watch.close()
+
+
+def test_ranks_of_this_process_are_not_looked_at_more_often(ranks):
+    rests = []
+    ranks.are_here, ranks.rest = True, lambda s: rests.append(s) or time.sleep(0.001)
+    watch = UpdateMonitor(ranks, Ledger(), lambda *_: None)
+    answer = watch.when_carried_out(1, 0.02)
+    assert isinstance(answer.exception(timeout=30), DeadlineExceeded)
+    assert {*rests} == {watch_module.POLL_S}
     watch.close()
 
 

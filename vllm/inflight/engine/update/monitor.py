@@ -180,9 +180,10 @@ class UpdateMonitor:
     def _poll_s(self) -> float:
         """Seconds until the board is read again, unless a rank posts in this process.
 
-        A rank in a process of its own cannot end a wait.
+        Each time takes the interpreter from the thread that decodes. So it is often
+        only where ranks have processes of their own, and cannot end the rest.
         """
-        if not self._waiting:
+        if self._ranks.are_here or not self._waiting:
             return POLL_S
         waited = time.monotonic() - self._asked
         return min(POLL_S, max(LEAST_POLL_S, POLLED_SHARE * waited))
