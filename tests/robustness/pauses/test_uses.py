@@ -149,10 +149,10 @@ def test_a_pause_takes_force_after_the_steps_that_are_under_way(
     for _ in range(NUM_PAUSES):
         before = counts(sent)
         assert live.pause(mode)["paused"]
-        time.sleep(0.05)  # what has left the engine arrives
+        live.settle()
         held = counts(sent)
         late.append(max(a - b for a, b in zip(held, before, strict=True)))
-        time.sleep(0.05)
+        time.sleep(0.05)  # ten steps of an engine that went on
         assert counts(sent) == held
         live.call("continue_generation")
         flow_again(sent)

@@ -125,7 +125,12 @@ def test_a_wait_is_looked_after_more_often_at_first(ranks, monkeypatch):
 
 def test_ranks_of_this_process_are_not_looked_at_more_often(ranks):
     rests = []
-    ranks.are_here, ranks.rest = True, lambda s: rests.append(s) or time.sleep(0.001)
+
+    def rest(seconds):
+        rests.append(seconds)
+        time.sleep(0.001)
+
+    ranks.are_here, ranks.rest = True, rest
     watch = UpdateMonitor(ranks, Ledger(), lambda *_: None)
     answer = watch.when_carried_out(1, 0.02)
     assert isinstance(answer.exception(timeout=30), DeadlineExceeded)
@@ -134,9 +139,10 @@ def test_ranks_of_this_process_are_not_looked_at_more_often(ranks):
 
 
 def test_a_wait_ends_the_rest_of_a_thread_that_monitors_an_update(ranks):
-    ends = threading.Event()
+    begins, ends = threading.Event(), threading.Event()
 
     def rest(seconds):
+        begins.set()
         ends.wait(60.0 if seconds == watch_module.POLL_S else seconds)
         ends.clear()
 
@@ -147,7 +153,7 @@ def test_a_wait_ends_the_rest_of_a_thread_that_monitors_an_update(ranks):
     ledger.move(update, Phase.STAGING)
     update.num_commands = 1
     watch.start(update)
-    time.sleep(0.05)  # it rests by now
+    assert begins.wait(30)
     ranks.statuses = lambda: [Status(1, "staging", orders=1)]
     watch.when_received(update).result(timeout=30)
     ends.set()

@@ -85,7 +85,7 @@ def test_meta_parameters_that_a_method_replaces_are_put_back_too() -> None:
     assert isinstance(door.failure, Conflict)
 
 
-def test_a_parameter_that_is_replaced_between_two_calls_is_known_to_the_next() -> None:
+def test_parameters_that_a_load_has_replaced_are_known_when_they_are_noted() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False))
     door = Door(lambda _: None, model, torch.nn.Module(), clones=True, device=CPU)
     door.memory.note()

@@ -70,8 +70,7 @@ class Ranks:
         self._kind = kind = kind or Kind()
         self.count = num_ranks
         self.are_here = isinstance(executor, upstream.UniProcExecutor)
-        """Whether the ranks are in this process, so that a post of theirs ends `rest`.
-        """
+        """Whether the ranks are in this process: each post of theirs ends `rest`."""
         self._board = StatusBoard.create(num_ranks)
         self._unread: list[Any] = []
         """Futures of unread replies to commands, the oldest first."""
