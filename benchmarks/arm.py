@@ -17,19 +17,30 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import OURS, UPSTREAM, Plan, Record, Update
+from benchmarks.served import served_bits
 
 PROMPT_TOKENS, PROBE_TOKENS = 16, 32
 READY = "ready"
 
 
 class Arm:
-    """An engine and its way of updating."""
+    """An engine and its way of updating.
 
-    def __init__(self, checkpoint: str, update: Way, **options: Any) -> None:
+    Args:
+        checkpoint: the folder that it starts from.
+        update: how it gets a version.
+        tells_served: whether records have `served`.
+        options: of the engine.
+
+    """
+
+    def __init__(
+        self, checkpoint: str, update: Way, *, tells_served: bool = False, **options: Any
+    ) -> None:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self._update = update
+        self._update, self._tells_served = update, tells_served
         self.engine = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=checkpoint,
@@ -68,6 +79,8 @@ class Arm:
             stream.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
         record.probe = await self._probe()
+        if self._tells_served:
+            record.served = await self.engine.collective_rpc(served_bits)
         return record
 
     async def _stream(self, number: int, arrivals: list[tuple[float, int]]) -> None:

@@ -45,3 +45,5 @@ class Record:
     updates: list[Update] = field(default_factory=list)
     probe: list[int] = field(default_factory=list)
     """Greedy tokens under the weights published last."""
+    served: list[int] = field(default_factory=list)
+    """Of each rank, what `served_bits` tells of these weights, if the arm does."""

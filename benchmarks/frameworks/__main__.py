@@ -28,7 +28,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,7 @@ console = Console()
 
 def measure(framework: str, options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     """`arm: way` → its figures, one arm after the other."""
-    probes: dict[str, list[list[int]]] = {}
+    ends: dict[str, list[Record]] = {}
     with tempfile.TemporaryDirectory() as folder:
         path = write_shape(options.shape, Path(folder))
         for name in options.arms:
@@ -100,11 +100,18 @@ def measure(framework: str, options: argparse.Namespace) -> Iterator[tuple[str, 
                         record = process.carry_out(plan(options, way, options.updates))
                         console.print(f"[dim]{name}, {way}: {_line(record)}")
                     records = list(process.records)
-                    probes.setdefault(way, []).append(records[-1].probe)
+                    ends.setdefault(way, []).append(records[-1])
                     found = summary(records)
                     found["first"] = [asdict(u) for u in update_figures(first)]
-                    found["are_tokens_same"] = probes[way][0] == probes[way][-1]
+                    found |= {"probe": records[-1].probe, "served": records[-1].served}
+                    found["are_tokens_same"] = is_one(r.probe for r in ends[way])
+                    found["are_weights_same"] = is_one(r.served for r in ends[way])
                     yield f"{name}, {way}", found
+
+
+def is_one(found: Iterable[list[int]]) -> bool:
+    """Whether all lists are equal."""
+    return len(set(map(tuple, found))) == 1
 
 
 def plan(options: argparse.Namespace, way: str, num_updates: int) -> Plan:

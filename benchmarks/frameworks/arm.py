@@ -50,6 +50,7 @@ async def main(name: str, folder: str, handle: str) -> None:
         arm = Arm(
             folder,
             update,
+            tells_served=True,
             load_format="auto" if sender.reads_files else "dummy",
             dtype="bfloat16",
             tensor_parallel_size=num_ranks(folder),

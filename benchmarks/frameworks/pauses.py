@@ -200,10 +200,10 @@ def figures(
     }
 
 
-def are_tokens_same(arms: list[ArmProcess]) -> bool:
-    """Whether all arms decode the same after each round that all of them have done."""
+def are_same(arms: list[ArmProcess], what: str) -> bool:
+    """Whether `probe` or `served` of all arms is equal, after each of their rounds."""
     rounds = zip(*(each.records for each in arms), strict=False)
-    return all(len({tuple(r.probe) for r in records}) == 1 for records in rounds)
+    return all(len({tuple(getattr(r, what)) for r in round_}) == 1 for round_ in rounds)
 
 
 def show(report: dict[str, Any]) -> None:
@@ -241,7 +241,8 @@ def reported(options: argparse.Namespace, arms: list[ArmProcess]) -> dict[str, A
     return {
         "frameworks": figures(arms, options.frameworks),
         "steady": {each.name: steady(each.records) for each in arms},
-        "are_tokens_same": are_tokens_same(arms),
+        "are_tokens_same": are_same(arms, "probe"),
+        "are_weights_same": are_same(arms, "served"),
         **size,
         "shape": options.shape,
         "streams": options.streams,
@@ -278,7 +279,10 @@ def main() -> None:
     engine: dict[str, Any] = {"enforce_eager": True}
     if options.shape is not None:
         engine = SHAPES[options.shape] | {"load_format": "dummy"}
-    os.environ[ENGINE] = json.dumps(engine)
+    os.environ |= {
+        ENGINE: json.dumps(engine),
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # workers are sent a function
+    }
     what = "unpaused" if options.frameworks == UNPAUSED else "pauses"
     file = options.out / f"framework-{what}.json"
     started = time.monotonic()
@@ -294,7 +298,9 @@ def main() -> None:
     show(report)
     console.print(f"Written: {file}")
     if not report["are_tokens_same"]:
-        raise SystemExit("the arms decode differently after the same update")
+        console.print("the arms decode differently after the same update")
+    if not report["are_weights_same"]:
+        raise SystemExit("the arms serve different weights after the same update")
 
 
 if __name__ == "__main__":

@@ -127,6 +127,7 @@ async def main(name: str, checkpoint: str, handle: str) -> None:
         arm = Arm(
             checkpoint,
             update,
+            tells_served=True,
             worker_extension_cls=f"{Extension.__module__}.{Extension.__name__}",
             weight_transfer_config={"backend": BACKEND},
             additional_config={"inflight": {"pauses": name}},

@@ -3,7 +3,6 @@
 Over gloo here; tests/gpu runs the same over NCCL.
 """
 
-import ctypes
 import os
 from collections.abc import Callable
 from itertools import repeat
@@ -45,7 +44,6 @@ def backend() -> str:
 def held() -> dict[str, float]:
     """What this process holds, of the GPU that it decodes on as well."""
     found = held_of_groups()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # glibc keeps some of what is freed
     process = psutil.Process()
     found["resident_mib"] = process.memory_info().rss / MIB
     found["gpu_mib"] = 0.0

@@ -233,9 +233,9 @@ COSTLESS = (
 async def suffer(trainer: Trainer, fault: Fault, at: Path) -> None:
     """Let one fault happen; what it must not have changed is compared."""
     history, engine = trainer.history, trainer.engine
-    before = await engine.weight_info()
+    before = await _info(engine)
     code = await fault(trainer, at)
-    after = await engine.weight_info()
+    after = await _info(engine)
     if fault not in COSTLESS and after["previous"] is None:
         history.can_go_back = before["previous"] = None
     name = fault.__name__
@@ -247,6 +247,12 @@ async def suffer(trainer: Trainer, fault: Fault, at: Path) -> None:
         history.wrong.append(f"{name}: left an update under way")
         await engine.abort_weight_update()
     history.faults[name] = history.faults.get(name, 0) + 1
+
+
+async def _info(engine: Any) -> dict[str, Any]:
+    """What an update may change; a scrub of the engine's own ends whenever it does."""
+    info: dict[str, Any] = await engine.weight_info()
+    return {name: value for name, value in info.items() if name != "scrub"}
 
 
 async def _from_disk(trainer: Trainer, path: Path, **options: Any) -> str | None:

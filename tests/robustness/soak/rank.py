@@ -1,5 +1,6 @@
 """What each rank of a long run tells of itself."""
 
+import ctypes
 import gc
 from typing import Any
 
@@ -22,11 +23,16 @@ class Rank(Oracle):
 
 
 def held() -> dict[str, float]:
-    """Groups that are in this process, open or not, and memory of its tensors."""
+    """Groups that are in this process, open or not, and memory of its tensors.
+
+    Memory that is freed is given back to the system: a thread that sends or receives
+    has a heap of its own, and glibc keeps what was freed there.
+    """
     gc.unfreeze()  # a rank freezes what it has before it stages
     gc.collect()
     groups: list[Any] = [g for g in gc.get_objects() if type(g) in GROUPS]
     gc.freeze()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
     on_gpu = torch.cuda.is_available()
     return {
         "groups": len(groups),

@@ -12,7 +12,7 @@ import torch
 from benchmarks.frameworks.pauses import (
     ABSORB,
     OBEY,
-    are_tokens_same,
+    are_same,
     at_once,
     figures,
     plans,
@@ -81,13 +81,14 @@ def test_every_update_of_all_rounds_brings_the_other_version() -> None:
     assert all(first != second for first, second in pairwise(folders))
 
 
-def test_arms_that_decode_differently_after_a_round_are_told() -> None:
+@pytest.mark.parametrize("what", ["probe", "served"])
+def test_arms_that_differ_after_a_round_are_told(what: str) -> None:
     obeying, absorbing = arm(OBEY, 0.9), arm(ABSORB, 0.2)
-    obeying.records = [Record([], probe=[1, 2]), Record([], probe=[3, 4])]
-    absorbing.records = [Record([], probe=[1, 2])]
-    assert are_tokens_same([obeying, absorbing])
-    absorbing.records.append(Record([], probe=[3, 5]))
-    assert not are_tokens_same([obeying, absorbing])
+    obeying.records = [Record([], **{what: found}) for found in ([1, 2], [3, 4])]
+    absorbing.records = [Record([], **{what: [1, 2]})]
+    assert are_same([obeying, absorbing], what)
+    absorbing.records.append(Record([], **{what: [3, 5]}))
+    assert not are_same([obeying, absorbing], what)
 
 
 def test_a_worker_holds_what_two_versions_share_once(tmp_path: Path) -> None:
