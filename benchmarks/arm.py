@@ -35,7 +35,12 @@ class Arm:
     """
 
     def __init__(
-        self, checkpoint: str, update: Way, *, tells_served: bool = False, **options: Any
+        self,
+        checkpoint: str,
+        update: Way,
+        *,
+        tells_served: bool = False,
+        **options: Any,
     ) -> None:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM

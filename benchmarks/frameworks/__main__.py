@@ -18,6 +18,7 @@ The first arm absorbs pauses; OpenRLHF's takes force at its first tensor. Of Ope
 and prime-rl it also makes the calls without the pause. OpenRLHF's would let plain vLLM
 decode with a mixture of both versions.
 
+With `--profile` the file has where the staging thread's time goes, in the first arm.
 `--tiny` tries the benchmark out with a tiny model, also without a GPU.
 """
 
@@ -38,7 +39,13 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.figures import summary, update_figures
-from benchmarks.frameworks.arm import ENGINE, FRAMEWORK, IN_PAUSE, WITHOUT_PAUSE
+from benchmarks.frameworks.arm import (
+    ENGINE,
+    FRAMEWORK,
+    IN_PAUSE,
+    PROFILED,
+    WITHOUT_PAUSE,
+)
 from benchmarks.frameworks.on_host import JOB, UNPACKED
 from benchmarks.frameworks.packages import OWN
 from benchmarks.frameworks.trainer import SENDERS
@@ -106,6 +113,9 @@ def measure(framework: str, options: argparse.Namespace) -> Iterator[tuple[str, 
                     found |= {"probe": records[-1].probe, "served": records[-1].served}
                     found["are_tokens_same"] = is_one(r.probe for r in ends[way])
                     found["are_weights_same"] = is_one(r.served for r in ends[way])
+                    if options.profile and name == OURS:
+                        record = process.carry_out(plan(options, PROFILED + way, 1))
+                        found["profile"] = record.updates[0].facts["found"]
                     yield f"{name}, {way}", found
 
 
@@ -160,6 +170,7 @@ def main() -> None:
     parser.add_argument(
         "--tiny", action="store_const", const="tiny", default="8B", dest="shape"
     )
+    parser.add_argument("--profile", action="store_true", help="one more of each way")
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)

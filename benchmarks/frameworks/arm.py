@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.arm import Arm, serve
 from benchmarks.frameworks.trainer import SENDERS, TrainerProcess, Version
+from benchmarks.gpu.watch import profile
 from benchmarks.record import OURS
 from benchmarks.shapes import num_ranks
 
@@ -22,6 +23,8 @@ FRAMEWORK, ENGINE = "BENCH_FRAMEWORK", "BENCH_ENGINE"
 """In the environment: a key of `SENDERS`, and options of the engine as JSON."""
 IN_PAUSE, WITHOUT_PAUSE = "in a pause", "without a pause"
 """How an update is made; in place of a checkpoint of a plan."""
+PROFILED = "profiled "
+"""Before such a way: the staging thread is profiled."""
 
 
 async def main(name: str, folder: str, handle: str) -> None:
@@ -35,7 +38,11 @@ async def main(name: str, folder: str, handle: str) -> None:
         made = engine.collective_rpc(method, args=args, kwargs=kwargs)
         return asyncio.run_coroutine_threadsafe(made, loop).result()
 
-    async def update(engine: Any, way: str) -> dict[str, float]:
+    async def update(engine: Any, way: str) -> dict[str, Any]:
+        if way.startswith(PROFILED):
+            await engine.collective_rpc(profile.begin)
+            await update(engine, way.removeprefix(PROFILED))
+            return {"found": (await engine.collective_rpc(profile.end))[0]}
         if way == IN_PAUSE:
             await engine.pause_generation(**sender.pause)
         await loop.run_in_executor(None, trainer.carry_out, Version(), call)
