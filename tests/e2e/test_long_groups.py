@@ -4,7 +4,9 @@ Over gloo here; tests/gpu runs the same over NCCL.
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -53,10 +55,21 @@ def held() -> dict[str, float]:
     return found
 
 
+def open_files() -> Counter[str]:
+    """What the descriptors of this process lead to, and how many to each."""
+    own = Path("/proc/self/fd")
+    found: Counter[str] = Counter()
+    for descriptor in own.iterdir():
+        with suppress(OSError):  # the folder's own is closed by now
+            found[os.readlink(descriptor).partition(":[")[0]] += 1
+    return found
+
+
 def stays_flat(act: Callable[[int], None], first: int, each: int) -> None:
     """`act` so many times at first, and then three rounds, which leave nothing."""
     act(first)
     before = now = held()
+    files = open_files()
     grown = []
     for _ in range(3):
         act(each)
@@ -70,7 +83,8 @@ def stays_flat(act: Callable[[int], None], first: int, each: int) -> None:
         counted = held()
         return all(counted[name] <= before[name] for name in COUNTS)
 
-    until(are_back, f"{COUNTS} were {before}, and became {held()}", 20)
+    came = open_files() - files
+    until(are_back, f"{COUNTS} were {before}, and became {held()}; {came} came", 20)
 
 
 def test_hundreds_of_updates_in_one_group_leak_nothing(

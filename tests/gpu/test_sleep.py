@@ -1,6 +1,7 @@
 """Sleep on a GPU: memory is given back, and what comes after equals a fresh engine."""
 
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,24 @@ def test_level_1_changes_no_token_and_the_next_update_works(
     llm.update_weights_from_disk(str(new), "new")
     assert greedy(llm) == fresh
     llm.rollback_weights()
+    assert greedy(llm) == before
+
+
+def test_a_sleep_succeeds_while_another_process_takes_memory(
+    llm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, look = greedy(llm), torch.accelerator.get_memory_info
+    taken_elsewhere = count(step=2 * KV_BYTES)
+
+    def less_each_time(*args: Any) -> tuple[int, int]:
+        free, total = look(*args)
+        return free - next(taken_elsewhere), total
+
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", less_each_time)
+    llm.sleep(level=1)
+    assert next(taken_elsewhere) > 2 * KV_BYTES, "upstream has not looked twice"
+    monkeypatch.undo()
+    llm.wake_up()
     assert greedy(llm) == before
 
 

@@ -191,6 +191,24 @@ def test_samples_of_repeated_subsets_keep_no_unused_memory():
     assert torch.equal(whole[TOP], samples({TOP: torch.full((5000,), 8.0)})[TOP])
 
 
+@pytest.mark.parametrize(("num", "num_blocks"), [(60, 1), (400, 4), (1600, 1)])
+def test_no_block_of_samples_takes_a_size_for_which_pytorch_keeps_20_mib(
+    num: int, num_blocks: int
+):
+    named = {
+        f"layers.{n}.w": torch.full((2 * SIZE,), float(n)).bfloat16()
+        for n in range(num)
+    }
+    sampler, pairs = Sampler(), list(named.items())
+    for first in range(0, num, 7):
+        sampler.add(pairs[first : first + 7])
+    found = sampler.samples()
+    assert len(found.blocks) == num_blocks
+    assert all(not 1 << 20 < block.nbytes <= 10 << 20 for block in found.blocks)
+    for name, tensor in named.items():
+        assert torch.equal(found[name], samples({name: tensor})[name]), name
+
+
 def test_samples_of_many_tensors_are_few_objects_for_garbage_collection():
     named = {f"layers.{n}.w": torch.ones(4) for n in range(3000)}
     gc.collect()

@@ -19,6 +19,11 @@ These pools are there from 0.32 on. An extension that names what it keeps was of
 written before.
 """
 
+LESS_IS_FREE = "Memory usage increased after sleeping"
+"""How upstream's error begins if less of the GPU is free than before a sleep."""
+
+logger = upstream.init_logger(__name__)
+
 
 def _sleep(original: Callable[..., Any]) -> Callable[..., Any]:
     def sleep(self: Any, level: int = 1, mode: str = "abort") -> Any:
@@ -149,10 +154,17 @@ def _noted_asleep(original: Callable[..., Any]) -> Callable[..., Any]:
         kept = (WEIGHTS,) if level == 1 else ()
         try:
             original(self, level)
-        except BaseException:
-            if not _notes_itself(self):  # what it has given back is not known
-                note_asleep(self, (WEIGHTS, KV_CACHE), kept)
-            raise
+        except BaseException as error:
+            # Upstream looks when all has been given back. It counts what other
+            # processes have taken of the GPU meanwhile.
+            if not str(error).startswith(LESS_IS_FREE):
+                if not _notes_itself(self):  # what it has given back is not known
+                    note_asleep(self, (WEIGHTS, KV_CACHE), kept)
+                raise
+            logger.warning(
+                "this engine sleeps, and less memory of its GPU is free than before: "
+                "other processes have taken some meanwhile"
+            )
         if self.model_config.enable_sleep_mode:
             note_asleep(self, (WEIGHTS, KV_CACHE), kept)
 
@@ -303,8 +315,10 @@ PATCHES = [
     Patch(
         target="vllm.v1.worker.gpu_worker:Worker.sleep",
         expects=("self", "level"),
-        why="weights without memory are not read, whichever call put them to sleep",
-        remove_when="upstream reports which weights of a worker have memory",
+        why="weights without memory are not read, whichever call put them to sleep; and "
+        "a sleep does not fail because another process has taken memory meanwhile",
+        remove_when="upstream reports which weights of a worker have memory, and counts "
+        "its own memory",
         around=_noted_asleep,
     ),
     Patch(

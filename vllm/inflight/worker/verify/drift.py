@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,10 @@ AT_ONCE, AT_ONCE_ON_GPU = 16, 1024
 They should fit a CPU cache. A GPU needs 0.12 GB for its number; there it matters to
 make few calls.
 """
+
+SMALL_BYTES, HUGE_BYTES = 1 << 20, 10 << 20
+"""On a GPU, PyTorch gets 20 MiB for memory of a size between these, and keeps them. So
+blocks of such a size are made of smaller ones."""
 
 OF_KERNEL = torch.bfloat16, torch.float16, torch.float32
 """Dtypes of samples that a kernel compares on a GPU; see triton_kernels.py."""
@@ -175,13 +180,33 @@ class Sampler:
             known += names
             parts.append(rows)
         self._taken.clear()
+        joined = [
+            (known[first : first + len(block)], block)
+            for known, parts in alike.values()
+            for first, block in _joined(parts)
+        ]
         places = Places(
-            (name, (block, row))
-            for block, (names, _) in enumerate(alike.values())
+            (name, (number, row))
+            for number, (names, _) in enumerate(joined)
             for row, name in enumerate(names)
         )
-        blocks = [torch.cat(parts).to(self._device) for _, parts in alike.values()]
-        return Samples(blocks, places)
+        return Samples([block.to(self._device) for _, block in joined], places)
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+    """Blocks of the rows of these parts, each with the number of its first row."""
+    most = SMALL_BYTES
+    if sum(part.nbytes for part in parts) > HUGE_BYTES:
+        most = sys.maxsize
+    together: list[torch.Tensor] = []
+    first = num_bytes = 0
+    for part in parts:
+        if together and num_bytes + part.nbytes > most:
+            yield first, (block := torch.cat(together))
+            first, num_bytes, together = first + len(block), 0, []
+        together.append(part)
+        num_bytes += part.nbytes
+    yield first, torch.cat(together)
 
 
 def drift(old: Samples | None, new: Samples | None) -> dict[str, object] | None:
