@@ -154,9 +154,25 @@ def ran_of(page: str) -> Callable[[], str]:
     return ran
 
 
+ON_H200 = {
+    "verl": [("gpu-h200-verl.json", "verl", "")],
+    "OpenRLHF": [
+        ("gpu-h200-openrlhf-nccl.json", "openrlhf", ", NCCL"),
+        ("gpu-h200-openrlhf-ipc.json", "openrlhf_ipc", ", CUDA IPC"),
+    ],
+    "prime-rl": [("gpu-h200-prime-rl.json", "prime_rl", "")],
+}
+"""Framework → files of its figures on a GPU, the row in each, and its transport."""
+
+
+def _side(arm: str) -> str:
+    """The name of an arm for readers; without one it is this package's."""
+    return arm.removeprefix("ours, ").replace("upstream", "plain vLLM")
+
+
 def _gaps(framework: Framework) -> str:
     """The median of the largest gaps between two tokens at an update."""
-    name, parts = framework.name, []
+    parts = []
 
     def of_arms(file: str, row: str) -> tuple[float, float]:
         arms = json.loads((RESULTS / file).read_text())["frameworks"][row]
@@ -170,11 +186,11 @@ def _gaps(framework: Framework) -> str:
     if row := framework.without_pause:  # both arms do the same
         slower = max(of_arms("framework-unpaused.json", row))
         parts.append(f"no pause: {slower:.1f} s (CPU)")
-    if (file := RESULTS / f"gpu-h200-{name.lower()}.json").is_file():
-        arms = json.loads(file.read_text())["frameworks"][name]["arms"]
-        sides = (arms[f"{each}, without a pause"] for each in ("ours", "upstream"))
-        ours, theirs = (side["gap_update_median_ms"] for side in sides)
-        parts.append(f"{ours:.0f} ms, plain vLLM {theirs:.0f} ms (H200)")
+    for file, row, transport in ON_H200.get(framework.name, ()):
+        arms = json.loads((RESULTS / file).read_text())["frameworks"][row]["arms"]
+        gaps = {arm: figures["gap_update_median_ms"] for arm, figures in arms.items()}
+        told = (f"{_side(arm)} {gap:.0f} ms" for arm, gap in gaps.items())
+        parts.append(f"H200{transport}: {', '.join(told)}")
     return "; ".join(parts) or framework.no_gap
 
 

@@ -315,10 +315,10 @@ PATCHES = [
     Patch(
         target="vllm.v1.worker.gpu_worker:Worker.sleep",
         expects=("self", "level"),
-        why="weights without memory are not read, whichever call put them to sleep; and "
-        "a sleep does not fail because another process has taken memory meanwhile",
-        remove_when="upstream reports which weights of a worker have memory, and counts "
-        "its own memory",
+        why="weights without memory are not read, whichever call put them to sleep. A "
+        "sleep does not fail because another process has taken memory meanwhile",
+        remove_when="upstream reports which weights of a worker have memory, and looks "
+        "at its own memory alone",
         around=_noted_asleep,
     ),
     Patch(
