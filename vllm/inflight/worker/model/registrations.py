@@ -1,4 +1,4 @@
-"""When a module of this process has last got another parameter.
+"""When a module of this process has last got another parameter or layer.
 
 Whoever remembers where parameters are has to look again then, and need not before. A
 load may register parameters anew, layer by layer. Torch tells of that; code of ours
@@ -20,14 +20,17 @@ def latest() -> object:
 
 
 def changed() -> None:
-    """A module has another parameter, or a parameter other memory."""
+    """A module has another parameter or layer, or a parameter other memory."""
     global _latest
     _latest = object()
 
 
 @functools.cache
 def follow() -> None:
-    """Notice every registration of a parameter from now on."""
+    """Notice every registration of a parameter or a layer from now on."""
     torch.nn.modules.module.register_module_parameter_registration_hook(
         lambda module, name, param: changed()
+    )
+    torch.nn.modules.module.register_module_module_registration_hook(
+        lambda module, name, layer: changed()
     )

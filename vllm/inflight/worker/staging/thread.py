@@ -721,6 +721,7 @@ class StagingThread(Background):
         intake = self._intake
         try:
             if self._door is not None:
+                self._door.bring_home(unregistered=True)
                 self._stager.extension.put_source_back()
             if intake is not None:
                 intake.coverage.unwatch()

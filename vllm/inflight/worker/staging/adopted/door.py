@@ -116,6 +116,9 @@ class Door:
         self.memory = WeightMemory(model, live)
         self._children = [(m, dict(m._modules)) for m in model.modules()]
         self._noted: tuple[list[object], list[int]] | None = None
+        self._registered: object = None
+        """What was registered last when all layers were last looked at."""
+        registrations.follow()
         self.note_homes()
         self._device = device
         self.failure: Exception | None = None
@@ -143,7 +146,7 @@ class Door:
 
     def _loaded(self, weights: Iterable[Pair], call: AdoptedCall) -> set[str]:
         names: list[str] = []
-        self.bring_home()
+        self.bring_home(unregistered=not self._is_used)
         incoming: Batches | Iterator[Pair] = self._drawn(weights, call, names)
         if type(weights) in (list, tuple) and not self._clones:
             incoming = Batches(cast(Sequence[Pair], weights), names)
@@ -278,31 +281,53 @@ class Door:
         """
         if not self._is_changed():
             return
+        self._registered = registrations.latest()
         self._layers = list(self._model.modules())
         self._homes = [(*at, at[-1].data) for at in parameters(self._model)]
         self._params = [param for *_, param, _ in self._homes]
         self._noted = self._contents()
         self.memory.moved()
 
-    def _is_changed(self) -> bool:
-        """Whether layers, parameters or places are others than those remembered."""
+    def _is_changed(self, *, unregistered: bool = False) -> bool:
+        """Whether layers, parameters or places are others than those remembered.
+
+        Args:
+            unregistered: whether to look for what was put into a module past torch's
+                registration as well. That looks at every layer, which takes as long as
+                a small tensor.
+
+        """
         if self._noted is None:
             return True
-        (found, places), (were, were_at) = self._contents(), self._noted
-        return places != were_at or not are_same(found, were)
+        registered, (were, were_at) = registrations.latest(), self._noted
+        with undirected():
+            if _places(self._params) != were_at:
+                return True
+            if registered is self._registered and not unregistered:
+                return False
+            found = contents(self._layers)
+        if not are_same(found, were):
+            return True
+        self._registered = registered
+        return False
 
     def _contents(self) -> tuple[list[object], list[int]]:
         """All layers and parameters of the model, and where parameters are."""
         with undirected():
             return contents(self._layers), _places(self._params)
 
-    def bring_home(self) -> None:
+    def bring_home(self, *, unregistered: bool = False) -> None:
         """Put layers and parameters back that a method has replaced.
 
         That is noted as a failure: what was put there was never checked, and compiled
         graphs go on with the memory that they know.
+
+        Args:
+            unregistered: see `_is_changed`; at the end of an update, and before its
+                first load.
+
         """
-        if not self._is_changed():
+        if not self._is_changed(unregistered=unregistered):
             return
         for layer, children in self._children:
             if layer._modules != children:
@@ -332,6 +357,7 @@ class Door:
             loaded: the parameters that the update loader has written.
 
         """
+        self.bring_home(unregistered=True)
         if self.failure is not None:
             raise self.failure
         now = self._now()
