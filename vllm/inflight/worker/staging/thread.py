@@ -46,7 +46,8 @@ from vllm.inflight.worker.model.kinds.quantized import require_same_numbers
 from vllm.inflight.worker.shadow.carry_over import copy_unsent, layer_siblings, retie
 from vllm.inflight.worker.shadow.change_log import Keeping
 from vllm.inflight.worker.shadow.parameters import require_in_place
-from vllm.inflight.worker.staging.adopted.door import Door
+from vllm.inflight.worker.staging.adopted.door import Door, as_it_is
+from vllm.inflight.worker.staging.adopted.host_tensors import HostTensors
 from vllm.inflight.worker.staging.coverage import tally
 from vllm.inflight.worker.staging.loader import UpdateLoader
 from vllm.inflight.worker.staging.log_filter import (
@@ -265,14 +266,17 @@ class StagingThread(Background):
         )
         if command.transport == "extension":
             assert self._shadow.module is not None
+            device = torch.device(self._worker.device)
+            has_both = self._shadow.arenas and self._shadow.log is None
             self._door = Door(
                 self._intake.load_weights,
                 self._shadow.module,
                 self._shadow.live,
                 clones=self._shadow.is_remade,
-                device=torch.device(self._worker.device),
+                device=device,
                 writes=self._intake.writes,
                 before_write=self._before_write,
+                to_device=HostTensors(device).to_device if has_both else as_it_is,
             )
             self._intake.coverage.lets_write = self._shadow.log is None
             self._stager.extension.note_source()

@@ -27,8 +27,15 @@ from vllm.inflight.worker.staging.adopted.weight_memory import LIVE, Known, Weig
 from vllm.inflight.worker.staging.throttle import undirected
 from vllm.inflight.yielding import with_breaks
 
+ToDevice = Callable[[torch.Tensor], torch.Tensor]
+
 BATCH_BYTES = 256 << 20
 """Bytes of tensors that are loaded at once."""
+
+
+def as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor."""
+    return tensor
 
 
 @contextmanager
@@ -53,11 +60,17 @@ class Batches:
     Args:
         pairs: names and tensors.
         names: takes the names of those that were drawn, in order.
+        to_device: called with each tensor when its batch is drawn.
 
     """
 
-    def __init__(self, pairs: Sequence[Pair], names: list[str]) -> None:
-        self._pairs, self._names = pairs, names
+    def __init__(
+        self,
+        pairs: Sequence[Pair],
+        names: list[str],
+        to_device: ToDevice = as_it_is,
+    ) -> None:
+        self._pairs, self._names, self._to_device = pairs, names, to_device
 
     def __iter__(self) -> Iterator[Pair]:
         return chain.from_iterable(self.batches())
@@ -71,7 +84,7 @@ class Batches:
                 yield batch
                 batch, num_bytes = [], 0
             self._names.append(name)
-            batch.append((name, tensor))
+            batch.append((name, self._to_device(tensor)))
             num_bytes += tensor.nbytes
         if batch:
             yield batch
@@ -89,6 +102,7 @@ class Door:
         device: the default device of the load.
         writes: takes what the method writes itself; None if it may write nothing.
         before_write: called before each write of the method itself; it may raise.
+        to_device: called with each tensor before it is loaded; see host_tensors.py.
 
     Attributes:
         failure: the first error of a load, or of what was rejected. A method may handle
@@ -110,6 +124,7 @@ class Door:
         device: torch.device,
         writes: ParameterWrites | None = None,
         before_write: Callable[[], None] = lambda: None,
+        to_device: ToDevice = as_it_is,
     ) -> None:
         self._load, self._model, self._clones = load, model, clones
         self._writes, self._before_write = writes, before_write
@@ -120,7 +135,7 @@ class Door:
         """What was registered last when all layers were last looked at."""
         registrations.follow()
         self.note_homes()
-        self._device = device
+        self._device, self._to_device = device, to_device
         self.failure: Exception | None = None
         self.first: str | None = None
         self.call: AdoptedCall | None = None
@@ -149,7 +164,8 @@ class Door:
         self.bring_home(unregistered=not self._is_used)
         incoming: Batches | Iterator[Pair] = self._drawn(weights, call, names)
         if type(weights) in (list, tuple) and not self._clones:
-            incoming = Batches(cast(Sequence[Pair], weights), names)
+            pairs = cast(Sequence[Pair], weights)
+            incoming = Batches(pairs, names, self._to_device)
         try:
             with (
                 calling(False),
@@ -190,7 +206,8 @@ class Door:
                     return
                 name, tensor = pair
                 names.append(name)
-                yield name, tensor.clone() if self._clones else tensor
+                here = self._to_device(tensor)
+                yield name, tensor.clone() if self._clones and here is tensor else here
 
         return drawn()
 

@@ -1,0 +1,75 @@
+"""Tensors of the host on their way to a GPU, in pieces; host memory is the GPU here."""
+
+import pytest
+import torch
+
+from vllm.inflight.worker.staging.adopted import host_tensors
+from vllm.inflight.worker.staging.adopted.door import Batches
+from vllm.inflight.worker.staging.adopted.host_tensors import HostTensors
+
+CPU, META = torch.device("cpu"), torch.device("meta")
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(1000, dtype=torch.float32).bfloat16(),
+        torch.arange(37, dtype=torch.uint8),
+        torch.arange(16, dtype=torch.float32),  # 64 bytes: two whole pieces
+        torch.arange(30, dtype=torch.float64).view(5, 6).t(),
+        torch.arange(64).view(4, 16)[:, 3:9],
+        torch.tensor(3.5),
+        torch.empty(0, 4),
+        torch.tensor([1.0, float("nan"), -0.0]).to(torch.float8_e4m3fn),
+    ],
+    ids=lambda tensor: f"{tensor.dtype}-{tuple(tensor.shape)}",
+)
+def test_a_tensor_is_copied_piece_by_piece_bit_for_bit(
+    tensor: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_tensors, "PIECE_BYTES", 32)
+    copies = HostTensors(CPU)
+    for _ in range(2):  # the second in the memory of the first
+        made = copies.copied(tensor)
+        assert (made.shape, made.dtype) == (tensor.shape, tensor.dtype)
+        assert made.is_contiguous()
+        assert not tensor.numel() or made.data_ptr() != tensor.data_ptr()
+        bits = [t.contiguous().reshape(-1).view(torch.uint8) for t in (made, tensor)]
+        assert torch.equal(*bits)
+
+
+def test_an_engine_on_the_host_gets_the_tensor_itself() -> None:
+    tensor = torch.ones(4)
+    assert HostTensors(CPU).to_device(tensor) is tensor
+
+
+def test_a_tensor_that_is_on_a_device_stays_there() -> None:
+    tensor = torch.ones(4, device="meta")
+    assert HostTensors(META).to_device(tensor) is tensor
+
+
+def test_a_tensor_stays_on_the_host_where_the_device_has_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_memory(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(HostTensors, "copied", no_memory)
+    tensor = torch.ones(4)
+    assert HostTensors(META).to_device(tensor) is tensor
+
+
+def test_tensors_of_a_batch_are_copied_when_it_is_drawn() -> None:
+    copied: list[torch.Tensor] = []
+
+    def to_device(tensor: torch.Tensor) -> torch.Tensor:
+        copied.append(tensor)
+        return tensor.to(META)
+
+    tensors = [torch.ones(4), torch.zeros(2)]
+    names: list[str] = []
+    batches = Batches([*zip("ab", tensors, strict=True)], names, to_device).batches()
+    assert not copied
+    (batch,) = batches
+    assert copied == tensors and names == ["a", "b"]
+    assert all(tensor.is_meta for _, tensor in batch)

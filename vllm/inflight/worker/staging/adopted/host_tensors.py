@@ -1,0 +1,79 @@
+"""Tensors in host memory that a worker extension loads into an engine on a GPU.
+
+This is for engines with two sets of weights there. prime-rl's extension reads files,
+and loads what is in the page cache. A copy from memory that is not page-locked holds
+the driver until it ends: the thread that decodes could launch nothing meanwhile, for a
+fifth of a second at 1.2 GB. So the bytes go through page-locked memory, and are checked
+on the GPU.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+PIECE_BYTES = 32 << 20
+"""Bytes that are copied at once."""
+NUM_PIECES = 2
+"""One is filled while the GPU reads the other."""
+
+
+class Piece(NamedTuple):
+    """Page-locked memory, and when the GPU has read it."""
+
+    memory: torch.Tensor
+    is_read: torch.cuda.Event | None
+
+
+class HostTensors:
+    """Copies tensors of the host to a device, on its current stream.
+
+    Args:
+        device: of the engine.
+
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pieces: list[Piece] = []
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a host tensor on the device; all others as they are.
+
+        Where the device has no memory for it, the tensor stays in host memory.
+        """
+        if tensor.device.type != "cpu" or self._device.type == "cpu":
+            return tensor
+        try:
+            return self.copied(tensor)
+        except torch.OutOfMemoryError:
+            return tensor
+
+    def copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A contiguous copy on the device. The host tensor may change afterwards."""
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+        source = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        target = made.view(-1).view(torch.uint8)
+        for number, start in enumerate(range(0, len(source), PIECE_BYTES)):
+            part = source[start : start + PIECE_BYTES]
+            piece = self._piece(number % NUM_PIECES)
+            if piece.is_read is not None:
+                piece.is_read.synchronize()
+            piece.memory[: len(part)].copy_(part)
+            to = target[start : start + len(part)]
+            to.copy_(piece.memory[: len(part)], non_blocking=True)
+            if piece.is_read is not None:
+                piece.is_read.record(torch.cuda.current_stream(self._device))
+        return made
+
+    def _piece(self, number: int) -> Piece:
+        while number >= len(self._pieces):
+            on_gpu = self._device.type == "cuda"
+            memory = torch.empty(
+                PIECE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=on_gpu
+            )
+            # To wait for a blocking event takes no core.
+            is_read = torch.cuda.Event(blocking=True) if on_gpu else None
+            self._pieces.append(Piece(memory, is_read))
+        return self._pieces[number]
