@@ -19,7 +19,7 @@ NUM_PIECES = 2
 """One is filled while the GPU reads the other."""
 
 
-class Piece(NamedTuple):
+class PageLocked(NamedTuple):
     """Page-locked memory, and when the GPU has read it."""
 
     memory: torch.Tensor
@@ -36,7 +36,7 @@ class HostTensors:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pieces: list[Piece] = []
+        self._pieces: list[PageLocked] = []
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a host tensor on the device; all others as they are.
@@ -67,7 +67,7 @@ class HostTensors:
                 piece.is_read.record(torch.cuda.current_stream(self._device))
         return made
 
-    def _piece(self, number: int) -> Piece:
+    def _piece(self, number: int) -> PageLocked:
         while number >= len(self._pieces):
             on_gpu = self._device.type == "cuda"
             memory = torch.empty(
@@ -75,5 +75,5 @@ class HostTensors:
             )
             # To wait for a blocking event takes no core.
             is_read = torch.cuda.Event(blocking=True) if on_gpu else None
-            self._pieces.append(Piece(memory, is_read))
+            self._pieces.append(PageLocked(memory, is_read))
         return self._pieces[number]
