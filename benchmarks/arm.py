@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import OURS, UPSTREAM, Plan, Record, Update
-from benchmarks.served import served_bits
 
 PROMPT_TOKENS, PROBE_TOKENS = 16, 32
 READY = "ready"
@@ -29,7 +28,7 @@ class Arm:
     Args:
         checkpoint: the folder that it starts from.
         update: how it gets a version.
-        tells_served: whether records have `served`.
+        served: asked of each rank after a round, for `Record.served`.
         options: of the engine.
 
     """
@@ -39,13 +38,13 @@ class Arm:
         checkpoint: str,
         update: Way,
         *,
-        tells_served: bool = False,
+        served: Callable[[Any], int] | None = None,
         **options: Any,
     ) -> None:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self._update, self._tells_served = update, tells_served
+        self._update, self._served = update, served
         self.engine = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=checkpoint,
@@ -84,8 +83,8 @@ class Arm:
             stream.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
         record.probe = await self._probe()
-        if self._tells_served:
-            record.served = await self.engine.collective_rpc(served_bits)
+        if self._served is not None:
+            record.served = await self.engine.collective_rpc(self._served)
         return record
 
     async def _stream(self, number: int, arrivals: list[tuple[float, int]]) -> None:

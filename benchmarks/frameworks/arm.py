@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from benchmarks.arm import Arm, serve
+from benchmarks.frameworks.served import served_bits
 from benchmarks.frameworks.trainer import SENDERS, TrainerProcess, Version
 from benchmarks.gpu.watch import profile
 from benchmarks.record import OURS
@@ -57,7 +58,7 @@ async def main(name: str, folder: str, handle: str) -> None:
         arm = Arm(
             folder,
             update,
-            tells_served=True,
+            served=served_bits,
             load_format="auto" if sender.reads_files else "dummy",
             dtype="bfloat16",
             tensor_parallel_size=num_ranks(folder),

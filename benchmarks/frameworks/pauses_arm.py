@@ -28,6 +28,7 @@ from benchmarks.frameworks.pauses_worker import (
     buckets,
     names_of,
 )
+from benchmarks.frameworks.served import served_bits
 
 
 async def trl(engine: Any, folder: str) -> None:
@@ -127,7 +128,7 @@ async def main(name: str, checkpoint: str, handle: str) -> None:
         arm = Arm(
             checkpoint,
             update,
-            tells_served=True,
+            served=served_bits,
             worker_extension_cls=f"{Extension.__module__}.{Extension.__name__}",
             weight_transfer_config={"backend": BACKEND},
             additional_config={"inflight": {"pauses": name}},

@@ -31,7 +31,7 @@ VARIES_MIB = 24.0 if torch.cuda.is_available() else 12.0
 
 FEW = 3.0
 """By which threads and descriptors vary: pools of libraries have more of them under
-load. What one killed trainer leaves behind is more after ten minutes."""
+load. If each trainer that is killed left one behind, ten minutes would add more."""
 
 LIMITS = {
     "memory_mib": (60.0, VARIES_MIB, 220.0),

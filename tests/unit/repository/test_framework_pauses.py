@@ -24,6 +24,7 @@ from benchmarks.frameworks.pauses_worker import (
     names_of,
     tensors_of,
 )
+from benchmarks.frameworks.served import served_bits
 from benchmarks.frameworks.trainer import write_files
 from benchmarks.machine import GPUS
 from benchmarks.record import Record, Update
@@ -89,6 +90,19 @@ def test_arms_that_differ_after_a_round_are_told(what: str) -> None:
     assert are_same([obeying, absorbing], what)
     absorbing.records.append(Record([], **{what: [3, 5]}))
     assert not are_same([obeying, absorbing], what)
+
+
+def test_served_bits_tell_another_bit_and_another_place() -> None:
+    model = torch.nn.Linear(40, 50).bfloat16()
+    worker = SimpleNamespace(model_runner=SimpleNamespace(model=model))
+    flat = model.weight.data.view(-1)
+    before, bits = served_bits(worker), flat.clone()
+    flat[7] = -flat[7]
+    assert served_bits(worker) != before
+    flat.copy_(bits)
+    assert served_bits(worker) == before
+    flat[3], flat[9] = bits[9], bits[3]
+    assert served_bits(worker) != before
 
 
 def test_a_worker_holds_what_two_versions_share_once(tmp_path: Path) -> None:

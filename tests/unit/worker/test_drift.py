@@ -68,6 +68,15 @@ def test_samples_are_kept_on_the_engines_device_wherever_they_came_from():
     assert {block.device.type for block in sampler.samples().blocks} == {"meta"}
 
 
+def test_tensors_of_the_host_and_of_a_device_may_come_together():
+    sampler = Sampler(device=torch.device("meta"))
+    tensor = torch.ones(5)
+    sampler.add([("a", tensor), ("b", tensor.to("meta")), ("c", tensor)])
+    found = sampler.samples()
+    assert sorted(found.places) == ["a", "b", "c"]
+    assert all(found[name].shape == (5,) and found[name].is_meta for name in "abc")
+
+
 def moved(named, share: float, seed: int = 7):
     """Every tensor, moved by that share of its length in a direction of its own."""
     random = torch.Generator().manual_seed(seed)

@@ -1,11 +1,15 @@
 """Tensors of the host on their way to a GPU, in pieces; host memory is the GPU here."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from vllm.inflight.worker.staging.adopted import host_tensors
 from vllm.inflight.worker.staging.adopted.door import Batches
 from vllm.inflight.worker.staging.adopted.host_tensors import HostTensors
+from vllm.inflight.worker.staging.loader import UpdateLoader
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -73,3 +77,27 @@ def test_tensors_of_a_batch_are_copied_when_it_is_drawn() -> None:
     (batch,) = batches
     assert copied == tensors and names == ["a", "b"]
     assert all(tensor.is_meta for _, tensor in batch)
+
+
+def test_of_a_mixed_batch_the_gpu_digests_its_own_tensors_alone() -> None:
+    """Where the GPU has no memory for one of them, that one stays on the host."""
+    digested: list[str] = []
+    loader: Any = SimpleNamespace(
+        _manifest=SimpleNamespace(model_name=lambda name: name),
+        _accept=lambda name, tensor: True,
+        _shadow=SimpleNamespace(plan=SimpleNamespace(is_home=lambda *_: False)),
+        _sampler=SimpleNamespace(add=lambda pairs: None),
+        _gpu_digest=SimpleNamespace(
+            add=lambda pairs: digested.extend(name for name, _ in pairs)
+        ),
+        _delta=None,
+        _verify=True,
+        num_bytes=0,
+        num_in_place=0,
+    )
+    batch: Any = [
+        (name, SimpleNamespace(is_cuda=name != "host", nbytes=8))
+        for name in ("host", "a", "b")
+    ]
+    assert len(UpdateLoader._accepted(loader, batch)) == 3
+    assert digested == ["a", "b"]

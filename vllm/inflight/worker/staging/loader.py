@@ -530,10 +530,11 @@ class UpdateLoader:
                     self.num_bytes += tensor.nbytes
                 self.num_in_place += self._shadow.plan.is_home(name, tensor)
         self._sampler.add(accepted)
-        if self._verify and accepted and accepted[0][1].is_cuda:
+        # A method may load tensors of the host beside those of the GPU.
+        if self._verify and (on_gpu := [pair for pair in accepted if pair[1].is_cuda]):
             # Checked at the end of the update: reading a result now would wait for the
             # GPU.
-            self._gpu_digest.add(accepted)
+            self._gpu_digest.add(on_gpu)
         return accepted
 
     def _replay(self, pairs: list[Pair]) -> list[Pair]:

@@ -149,14 +149,14 @@ class Sampler:
         that was received in place is not overwritten; it is sampled when the samples
         are asked for, with a few calls for all such tensors.
         """
-        alike: dict[tuple[torch.dtype, int], list[Pair]] = {}
+        alike: dict[tuple[torch.device, torch.dtype, int], list[Pair]] = {}
         for name, tensor in pairs:
             if self._plan is not None and self._plan.is_home(name, tensor):
                 if name not in self._views:
                     self._views[name] = _runs(tensor)
                 self._staying.append(name)
                 continue
-            kind = tensor.dtype, min(tensor.numel(), SIZE)
+            kind = tensor.device, tensor.dtype, min(tensor.numel(), SIZE)
             alike.setdefault(kind, []).append((name, _runs(tensor)))
         for group in alike.values():
             taken = torch.stack([view for _, view in group])

@@ -310,8 +310,8 @@ class Door:
 
         Args:
             unregistered: whether to look for what was put into a module past torch's
-                registration as well. That looks at every layer, which takes as long as
-                a small tensor.
+                registration as well. That looks at every layer, which takes about as
+                long as the load of a small tensor.
 
         """
         if self._noted is None:

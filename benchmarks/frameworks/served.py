@@ -17,7 +17,9 @@ PRIME = (1 << 31) - 1
 
 
 def served_bits(worker: Any) -> int:
-    """A number that differs if one bit of a parameter does, or its place.
+    """A number of 31 bits; another bit of a parameter, or another place, changes it.
+
+    Other weights have the same number once in two billion times.
 
     Args:
         worker: of vLLM, with this package or without it: an argument of
