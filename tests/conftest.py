@@ -19,6 +19,7 @@ from tests.support.calm.engine_starts import (
     freeze_imports,
     inspect_models_here,
     leave_helpers_uncompiled,
+    multiply_fp8_by_torch,
     override_kernels_once,
 )
 from tests.support.shared_engines import renew, require_one
@@ -119,6 +120,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     override_kernels_once()
     inspect_models_here()
     leave_helpers_uncompiled()
+    multiply_fp8_by_torch()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

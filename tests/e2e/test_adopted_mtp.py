@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
-from vllm import _custom_ops
 
 from tests.e2e.test_adopted_drafters import beside, buckets, of_folder
 from tests.support.engines.drafted import Drafted, drafted
 from tests.support.engines.mixtures import part
+from tests.support.engines.unpacked import unpacked
 from tests.support.models.families import cpu_options
 from tests.support.models.tiny_drafters import MTP, MTP_KINDS, MtpKind, make_mtp
 from vllm.inflight.engine.compat import adoption
@@ -149,11 +149,11 @@ def test_calls_that_end_when_all_has_come_are_not_adopted(
     start: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing tells whether tensors of MTP layers still come."""
-    monkeypatch.setattr(_custom_ops, "_supports_onednn", False)
     old, new = (make_mtp(tmp_path / f"{n}", MTP_KINDS["mimo"], n, 5) for n in (0, 1))
     options = beside(speculative_config=MTP)
-    fresh = drafted(start(new, **options))
-    llm = start(old, **options)
+    with unpacked():
+        fresh = drafted(start(new, **options))
+        llm = start(old, **options)
     told: list[str] = []
 
     def warn(text: str, *facts: object) -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm import _custom_ops
 from vllm.v1.engine.core import EngineCore
 
 from tests.e2e.test_adoption import served, tensors_of
 from tests.e2e.test_upstream_reloads import parameters
 from tests.support.engines.bare_core import answers, call, publish
+from tests.support.engines.unpacked import unpacked
 from tests.support.frameworks.by_hand import SENT, _received
 from tests.support.frameworks.core import extended_core
 from vllm.inflight.engine.compat import adoption
@@ -74,8 +74,7 @@ def engine(
 ) -> Iterator[EngineCore]:
     given = {"staging": staging} | ({} if adopt is None else {"adopt": adopt})
     name = f"{__name__}.{Extension.__name__}"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_custom_ops, "_supports_onednn", False)
+    with unpacked():
         flags = {"additional_config": {"inflight": given}}
         with extended_core(folders["old"], name, **flags) as core:
             yield core

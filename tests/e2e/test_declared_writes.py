@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from vllm import _custom_ops
 from vllm.v1.engine.core import EngineCore
 
 from tests.e2e.test_adoption import served, tensors_of
 from tests.e2e.test_sleep import refused, says
 from tests.e2e.test_upstream_reloads import parameters
 from tests.support.engines.bare_core import Streams, add, call, prompt, publish
+from tests.support.engines.unpacked import unpacked
 from tests.support.frameworks.by_hand import (
     SENT,
     NemoRL,
@@ -51,8 +51,7 @@ def adopt(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="module")
 def booted(folders: dict[str, Path], adopt: str | None) -> Iterator[EngineCore]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_custom_ops, "_supports_onednn", False)
+    with unpacked():
         given = {} if adopt is None else {"adopt": adopt}
         flags = {"additional_config": {"inflight": given}}
         name = f"{__name__}.{Extension.__name__}"

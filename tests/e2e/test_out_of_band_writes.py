@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from vllm import _custom_ops
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
@@ -21,6 +20,7 @@ from tests.e2e.test_upstream_reloads import parameters, replace
 from tests.support.engines.bare_core import Streams, add, call, prompt, publish, stage
 from tests.support.engines.mixtures import NORMS, part
 from tests.support.engines.script import OPTIONS
+from tests.support.engines.unpacked import unpacked
 from tests.support.engines.user_extension import Extension, tensors_of
 from tests.support.waiting import until
 from vllm.inflight.errors import UpdateBusy, WrongPhase
@@ -35,8 +35,7 @@ EXTENSION = "tests.support.engines.user_extension.Extension"
 def booted(folders: dict[str, Path]) -> Iterator[EngineCore]:
     """An engine core with a worker extension, whose weights are not packed."""
     options = OPTIONS | {"max_num_seqs": 4, "dtype": "float32"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_custom_ops, "_supports_onednn", False)
+    with unpacked():
         config = EngineArgs(
             str(folders["old"]), worker_extension_cls=EXTENSION, **options
         ).create_engine_config()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm import _custom_ops, device_allocator
+from vllm import device_allocator
 from vllm.device_allocator import cumem
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -33,6 +33,7 @@ from tests.support.engines.bare_core import (
 )
 from tests.support.engines.pools_on_host import Pools
 from tests.support.engines.script import OPTIONS, run_script
+from tests.support.engines.unpacked import unpacked
 from tests.support.waiting import until
 from vllm.inflight.errors import EngineAsleep
 from vllm.inflight.patch.controllers import controller_of
@@ -55,8 +56,7 @@ def pools() -> Iterator[Pools]:
 def booted(folders: dict[str, Path], pools: Pools) -> Iterator[EngineCore]:
     """An engine core that was started with sleep mode and has the stand-in."""
     options = OPTIONS | {"max_num_seqs": 4, "dtype": "float32"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_custom_ops, "_supports_onednn", False)
+    with unpacked(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(current_platform), "is_sleep_mode_available", lambda _: True)
         config = EngineArgs(
             str(folders["old"]),

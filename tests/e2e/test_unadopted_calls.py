@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm import _custom_ops
 from vllm.v1.engine.core import EngineCore
 
 from tests.e2e.test_adoption import HOST, served, tensors_of
 from tests.support.engines.bare_core import answers, call, publish
+from tests.support.engines.unpacked import unpacked
 from tests.support.frameworks.core import extended_core
 from tests.support.trainers.store_group import StoreTrainer, store_trainer
 from vllm.inflight.engine.compat import adoption
@@ -41,8 +41,7 @@ def adopt(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="module")
 def booted(folders: dict[str, Path], adopt: str | None) -> Iterator[EngineCore]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_custom_ops, "_supports_onednn", False)
+    with unpacked():
         given = {} if adopt is None else {"adopt": adopt}
         flags = {"additional_config": {"inflight": given}}
         with extended_core(folders["old"], EXTENSION, **flags) as core:

@@ -12,6 +12,7 @@ from tests.support.calm.engine_starts import (
     freeze_imports,
     inspect_models_here,
     leave_helpers_uncompiled,
+    multiply_fp8_by_torch,
     override_kernels_once,
 )
 
@@ -19,6 +20,7 @@ collect_once_per_engine()
 override_kernels_once()
 inspect_models_here()
 leave_helpers_uncompiled()
+multiply_fp8_by_torch()
 if hasattr(CpuPlatform, "register_triton_kernel_overrides"):  # from 0.31 on
     CpuPlatform.register_triton_kernel_overrides()
 freeze_imports(engines_may=True)
