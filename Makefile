@@ -18,6 +18,8 @@ PIP := $(PY) -m pip --disable-pip-version-check --quiet
 # Nothing here needs a hub: models are built on the spot.
 export VLLM_CPU_KVCACHE_SPACE ?= 1
 export HF_HUB_OFFLINE ?= 1
+# Else each process of the tests would compile our modules, and each lane the tests.
+export PYTHONDONTWRITEBYTECODE :=
 
 NATIVE := pyproject.toml setup.py CMakeLists.txt $(wildcard csrc/*)
 
@@ -55,7 +57,7 @@ demo: setup ## weights change while tokens flow: pictures and a report in out/de
 	PYTHONPATH=$(CURDIR)/tests/support/calm $(PY) -m examples.demo
 
 test: setup lint site build/frameworks/.packages ## lint, build the site, then every fast test that needs no GPU; one audits the releases of vLLM
-	$(PY) -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --durations 25
+	$(PY) -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --durations 25 --ignore tests/gpu
 
 check: setup lint ## lint, types and the quick tests, which start no engine: about a minute
 	$(PY) -m pytest tests/unit -n 4 -m "not seconds and not gpu and not slow and not upstream and not engine"

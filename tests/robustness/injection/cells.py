@@ -4,6 +4,7 @@ A cell that cannot be is listed with its reason, so that nothing is left out in 
 """
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations, product
 from typing import Any
 
@@ -98,26 +99,28 @@ def killed_trainers() -> list[Cell]:
     return [Cell(p, "SIGKILL trainer", way) for way in TRAINERS for p in LEAVES]
 
 
-def quick() -> set[Cell]:
+@cache
+def quick() -> frozenset[Cell]:
     """What every run of the tests runs, without the kills.
 
     So many cells of one engine that every pair of point, fault and place occurs that
     there is. The slow tests run all of them. Two data-parallel engines take too long to
     start for every run.
     """
-    cells = [cell for cell in all_cells() if cell.place in CHEAP + TWO_RANKS]
-    left = set().union(*(cell.pairs for cell in cells))
+    places = CHEAP + TWO_RANKS
+    cells = {cell: cell.pairs for cell in all_cells() if cell.place in places}
+    left = set().union(*cells.values())
     chosen: set[Cell] = set()
 
     def gain(cell: Cell) -> tuple[int, bool, bool]:
         """Of cells with as many new pairs, those that take less time come first."""
-        return len(cell.pairs & left), cell.fault != "stall", cell.place in CHEAP
+        return len(cells[cell] & left), cell.fault != "stall", cell.place in CHEAP
 
     while left:
         best = max(cells, key=gain)
         chosen.add(best)
-        left -= best.pairs
-    return chosen
+        left -= cells[best]
+    return frozenset(chosen)
 
 
 def params(*places: str) -> list[Any]:

@@ -105,8 +105,8 @@ def backend_of(cell: Cell, device: str) -> str:
 @cache
 def cover(device: str) -> tuple[Cell, ...]:
     """So many cells that every pair of facts occurs that there is."""
-    cells = all_cells(device)
-    left = set().union(*(cell.pairs for cell in cells))
+    cells = {cell: cell.pairs for cell in all_cells(device)}
+    left = set().union(*cells.values())
     chosen: list[Cell] = []
     uses: Counter[tuple[int, Any]] = Counter()
     engines: set[tuple[str, int, str]] = set()
@@ -120,14 +120,14 @@ def cover(device: str) -> tuple[Cell, ...]:
         Of those, one whose facts were chosen least.
         """
         used = sum(uses[fact] for fact in enumerate(astuple(cell)))
-        return len(cell.pairs & left), engine(cell) in engines, -used
+        return len(cells[cell] & left), engine(cell) in engines, -used
 
     while left:
         best = max(cells, key=gain)
         chosen.append(best)
         engines.add(engine(best))
         uses.update(enumerate(astuple(best)))
-        left -= best.pairs
+        left -= cells[best]
     return tuple(chosen)
 
 
