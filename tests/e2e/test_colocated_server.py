@@ -136,9 +136,26 @@ def by_upstreams_sleep(server: Server) -> None:
 
 
 WAYS = [by_mode, by_pause, by_upstreams_sleep]
+# Requests of two ranks are scheduled as those of one: every run has one way of both.
+SELDOM_TWO = pytest.param(2, marks=pytest.mark.slow, id="two-ranks")
+NUM_RANKS = [pytest.param(1, id="one-rank"), SELDOM_TWO]
 
 
-@pytest.mark.parametrize("fall_asleep", WAYS)
+@pytest.mark.parametrize(
+    ("running", "fall_asleep"),
+    [
+        *(pytest.param(1, way, id=f"one-rank-{way.__name__}") for way in WAYS),
+        *(
+            pytest.param(
+                *(2, way),
+                id=f"two-ranks-{way.__name__}",
+                marks=() if way is by_mode else pytest.mark.slow,
+            )
+            for way in WAYS
+        ),
+    ],
+    indirect=["running"],
+)
 def test_streams_continue_with_tokens_of_the_weights_that_arrived_during_sleep(
     server: Server, new: Path, fall_asleep: Callable[[Server], None]
 ) -> None:
@@ -174,6 +191,7 @@ def check_round(
         assert told == [("old", 0, count), ("new", count, TOKENS)]
 
 
+@pytest.mark.parametrize("running", NUM_RANKS, indirect=True)
 def test_a_stream_that_is_aborted_asleep_ends_at_once_and_the_others_go_on(
     server: Server,
 ) -> None:
@@ -210,6 +228,7 @@ def test_requests_that_a_pause_holds_in_place_are_not_lost_by_a_release(
     assert [stream.tokens for stream in streams] == expected
 
 
+@pytest.mark.parametrize("running", NUM_RANKS, indirect=True)
 def test_a_retracting_release_is_rejected_until_a_waiting_pause_has_ended(
     server: Server,
 ) -> None:

@@ -23,7 +23,10 @@ pytestmark = pytest.mark.engine
         ({"family": "qwen3", "tied": True}, {}),
         ({"family": "llama", "tied": False}, {}),
         ({"family": "llama", "tied": True, "vocab": 300}, {}),
-        ({"family": "qwen3"}, {"enforce_eager": False}),
+        # Every run has histories of this one.
+        pytest.param(
+            {"family": "qwen3"}, {"enforce_eager": False}, marks=pytest.mark.slow
+        ),
     ],
     ids=["qwen3-tied", "llama", "llama-tied-padded-vocabulary", "qwen3-compiled"],
 )
