@@ -8,7 +8,7 @@ the names of the tensors were. So the writes of the parameters' loaders are watc
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
@@ -86,6 +86,12 @@ class Coverage:
         self.begun: set[str] = set()
         """Parameters whose loader was called, whatever it wrote, and those that a
         method of a worker extension has written itself."""
+        self._written_to: set[str] = set()
+        """Those of which `tally` has counted an element."""
+        self._complete = {name for name, shape in required.items() if not shape.numel()}
+        """Those of which `tally` has counted enough elements, or that have none."""
+        self._of_drafter = frozenset(n for n in required if n.startswith(DRAFT))
+        self._of_model = frozenset(required) - self._of_drafter
         self.loaded: set[str] = set()
         """Those whose loader was called."""
         self.written: set[str] = set()
@@ -125,14 +131,31 @@ class Coverage:
         """
         return {n: Fill(shape.numel()) for n, shape in self._required.items()}
 
-    def tally(self) -> dict[str, int]:
-        """The tally of all parameters."""
-        if "fills" in vars(self):
-            return tally(self.fills)
-        num_empty = [*map(torch.Size.numel, self._required.values())].count(0)
-        return {"total": len(self._required), "begun": 0, "complete": num_empty}
+    def tally(self, manifest: Manifest | None = None) -> dict[str, int]:
+        """How many parameters there are, are begun, and have received enough elements.
 
-    def due(self, manifest: Manifest) -> set[str]:
+        Cheap enough for every tensor: a parameter that has enough is not looked at
+        again. Elements that are written twice count twice, and only the final check
+        looks closer.
+
+        Args:
+            manifest: of the update, if only those count that it has to fill.
+
+        """
+        for name in self.begun - self._complete:
+            fill = self.fills[name]
+            if num_written := sum(fill.views.values()):
+                self._written_to.add(name)
+            if num_written >= fill.numel:
+                self._complete.add(name)
+        due = self._required.keys() if manifest is None else self.due(manifest)
+        return {
+            "total": len(due),
+            "begun": len(due & self._written_to),
+            "complete": len(due & self._complete),
+        }
+
+    def due(self, manifest: Manifest) -> Set[str]:
         """The parameters that an update has to fill.
 
         | update | parameters |
@@ -147,17 +170,15 @@ class Coverage:
         """
         if manifest.subset or manifest.base is not None:
             paths = {name.rpartition(".")[0] for name in self.begun}
-            together = (n for n in self._quantised if n.rpartition(".")[0] in paths)
+            quantised = self._required.keys() & self._quantised
+            together = (n for n in quantised if n.rpartition(".")[0] in paths)
             return self.begun.union(together)
         drafted = manifest.draft or getattr(self._module, "is_mtp", False)
-        drafted = drafted or any(name.startswith(DRAFT) for name in self.begun)
-        return {
-            name
-            for name in self.fills
-            if (drafted if name.startswith(DRAFT) else not manifest.draft)
-        }
+        drafted = drafted or not self._of_drafter.isdisjoint(self.begun)
+        of_model = () if manifest.draft else self._of_model
+        return self._of_drafter.union(of_model) if drafted else self._of_model
 
-    def short(self, names: set[str]) -> list[str]:
+    def short(self, names: Set[str]) -> list[str]:
         """Parameters of `names` with elements that were never written."""
         return [
             name for name, fill in self.fills.items() if name in names and fill.missing
@@ -509,20 +530,3 @@ def _require_dtype(param: torch.Tensor, loaded: torch.Tensor) -> None:
     dtypes = [str(t.dtype).removeprefix("torch.") for t in (loaded, param)]
     if not PLAIN.issuperset(dtypes):
         raise TypeError(f"it is {dtypes[0]}, the model's is {dtypes[1]}")
-
-
-def tally(fills: Mapping[str, Fill]) -> dict[str, int]:
-    """How many parameters there are, are begun, and have received enough elements.
-
-    Cheap enough for every chunk: elements that are written twice count twice, and only
-    the final check looks closer.
-    """
-    num_empty = [fill.numel for fill in fills.values() if not fill.views].count(0)
-    written = [
-        (fill.numel, sum(fill.views.values())) for fill in fills.values() if fill.views
-    ]
-    return {
-        "total": len(fills),
-        "begun": sum(count > 0 for _, count in written),
-        "complete": sum(count >= numel for numel, count in written) + num_empty,
-    }

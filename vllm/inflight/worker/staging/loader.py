@@ -11,7 +11,7 @@ shard of a fused parameter is as visible as a missing tensor.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from itertools import chain
@@ -51,7 +51,7 @@ from vllm.inflight.worker.replay_plan import Entry, replay
 from vllm.inflight.worker.shadow.parameters import make_empty
 from vllm.inflight.worker.shadow.shadow_model import ShadowModel
 from vllm.inflight.worker.staging.adopted.parameter_writes import ParameterWrites
-from vllm.inflight.worker.staging.coverage import Coverage, Fill
+from vllm.inflight.worker.staging.coverage import Coverage
 from vllm.inflight.worker.staging.scratch import ScratchParameters
 from vllm.inflight.worker.staging.throttle import undirected
 from vllm.inflight.worker.verify.checks import Problem, TensorChecks, rejection
@@ -762,10 +762,13 @@ class UpdateLoader:
         """Of a delta, see `DeltaWriter.shares`."""
         return None if self._writer is None else self._writer.shares()
 
-    def due(self) -> dict[str, Fill]:
-        """What has been written of each parameter that the update has to fill."""
-        names = self.coverage.due(self._manifest)
-        return {n: fill for n, fill in self.coverage.fills.items() if n in names}
+    def due(self) -> Set[str]:
+        """The parameters that the update has to fill."""
+        return self.coverage.due(self._manifest)
+
+    def tally(self) -> dict[str, int]:
+        """The tally of the parameters that the update has to fill."""
+        return self.coverage.tally(self._manifest)
 
     def leave_unsent(self) -> list[str]:
         """Let parameters that nothing was sent for keep their live values.

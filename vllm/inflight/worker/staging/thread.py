@@ -48,7 +48,6 @@ from vllm.inflight.worker.shadow.change_log import Keeping
 from vllm.inflight.worker.shadow.parameters import require_in_place
 from vllm.inflight.worker.staging.adopted.door import Door, as_it_is
 from vllm.inflight.worker.staging.adopted.host_tensors import HostTensors
-from vllm.inflight.worker.staging.coverage import tally
 from vllm.inflight.worker.staging.loader import UpdateLoader
 from vllm.inflight.worker.staging.log_filter import (
     STAGING_THREAD,
@@ -412,7 +411,7 @@ class StagingThread(Background):
             # rolled back to from here on.
             self._open()
             door.note_homes()
-        self._status = replace(self._status, parameters=tally(intake.due()))
+        self._status = replace(self._status, parameters=intake.tally())
 
     def _give_up_unseen(self) -> None:
         """A method has failed before the door saw a write of it.
@@ -436,7 +435,7 @@ class StagingThread(Background):
             return
         is_first = framework not in self._stager.sent_by
         doubted = self._stager.doubted.pop(framework, None)
-        unsent = set(self._intake.due()) - begun
+        unsent = set(self._intake.due() - begun)
         if is_first and begun != doubted and is_torn(begun, unsent):
             # A trainer may have begun before this engine did.
             self._stager.doubted[framework] = begun
@@ -473,7 +472,7 @@ class StagingThread(Background):
         assert self._intake is not None and self._shadow.module is not None
         if self._fills:
             return  # there is no live value
-        begun, due = self._intake.coverage.begun, set(self._intake.due())
+        begun, due = self._intake.coverage.begun, self._intake.due()
         of_mtp = of_mtp_alone(self._shadow.module, due)
         if begun and of_mtp and due - begun <= of_mtp and of_mtp.isdisjoint(begun):
             self._intake.leave_unsent()
