@@ -56,7 +56,7 @@ build: | $(VENV)/.installed-$(DEVICE) ## the native core again, after a change i
 demo: setup ## weights change while tokens flow: pictures and a report in out/demo/
 	PYTHONPATH=$(CURDIR)/tests/support/calm $(PY) -m examples.demo
 
-test: setup lint site build/frameworks/.packages ## lint, build the site, then every fast test that needs no GPU; one audits the releases of vLLM
+test: setup lint site build/frameworks/.packages ## lint, build the site, then every fast test that needs no GPU; one audits the oldest and the newest release of vLLM
 	$(PY) -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --durations 25 --ignore tests/gpu
 
 check: setup lint ## lint, types and the quick tests, which start no engine: about a minute

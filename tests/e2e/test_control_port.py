@@ -7,6 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support.ports import free_port
 from tests.support.serving import Server
 from tests.support.waiting import until
 from vllm.inflight.api.server.routes import ROUTES
@@ -26,8 +27,7 @@ def listens(port: int) -> bool:
 
 @pytest.fixture(scope="module")
 def server(old: Path) -> Iterator[Server]:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     flags = (
         # Two servers share the own port; the first has the control port to itself.
         *("--inflight-port", str(port), "--api-server-count", "2"),
