@@ -49,7 +49,7 @@ WATCHED = (
     "worker.verify.drift:Sampler.samples",
     "worker.verify.content:Content.digest",
     "worker.staging.throttle:DeviceThrottle.rest",
-    "worker.staging.thread:tally",
+    "worker.staging.coverage:Coverage.tally",
     "worker.staging.thread:copy_unsent",
     "worker.shadow.shadow_model:ShadowModel.derive",
     "worker.staging.thread:retie",
