@@ -136,26 +136,21 @@ def by_upstreams_sleep(server: Server) -> None:
 
 
 WAYS = [by_mode, by_pause, by_upstreams_sleep]
-# Requests of two ranks are scheduled as those of one: every run has one way of both.
-SELDOM_TWO = pytest.param(2, marks=pytest.mark.slow, id="two-ranks")
-NUM_RANKS = [pytest.param(1, id="one-rank"), SELDOM_TWO]
+
+# The requests of two ranks are scheduled as those of one, so a run has less of two.
+TWO = pytest.param(2, marks=pytest.mark.slow, id="two-ranks")
+NUM_RANKS = [pytest.param(1, id="one-rank"), TWO]
 
 
-@pytest.mark.parametrize(
-    ("running", "fall_asleep"),
-    [
-        *(pytest.param(1, way, id=f"one-rank-{way.__name__}") for way in WAYS),
-        *(
-            pytest.param(
-                *(2, way),
-                id=f"two-ranks-{way.__name__}",
-                marks=() if way is by_mode else pytest.mark.slow,
-            )
-            for way in WAYS
-        ),
-    ],
-    indirect=["running"],
-)
+def rounds() -> Iterator[Any]:
+    """Every way to fall asleep, on one rank and on two."""
+    for name, number in (("one-rank", 1), ("two-ranks", 2)):
+        for way in WAYS:
+            marks = () if number == 1 or way is by_mode else pytest.mark.slow
+            yield pytest.param(number, way, id=f"{name}-{way.__name__}", marks=marks)
+
+
+@pytest.mark.parametrize(("running", "fall_asleep"), [*rounds()], indirect=["running"])
 def test_streams_continue_with_tokens_of_the_weights_that_arrived_during_sleep(
     server: Server, new: Path, fall_asleep: Callable[[Server], None]
 ) -> None:

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.engine
         ({"family": "qwen3", "tied": True}, {}),
         ({"family": "llama", "tied": False}, {}),
         ({"family": "llama", "tied": True, "vocab": 300}, {}),
-        # Every run has histories of this one.
+        # Every run compiles it for a history of deltas.
         pytest.param(
             {"family": "qwen3"}, {"enforce_eager": False}, marks=pytest.mark.slow
         ),

@@ -34,9 +34,15 @@ COMPILED = {"enforce_eager": False}
 WIDE = pytest.mark.skipif(
     not torch.cpu._is_avx512_supported(), reason="vLLM's int4 kernel wants AVX-512"
 )
-OLD_FP8 = pytest.mark.skipif(
-    holds("0.33.0", None) and torch.cpu._is_amx_tile_supported(),
-    reason="with AMX vLLM 0.33 has a kernel of its own, which is rejected by name",
+FP8_BY_AMX = holds("0.33.0", None) and torch.cpu._is_amx_tile_supported()
+FP8_KERNEL = (
+    "CPUFp8ChannelWiseScaledMMLinearKernel"
+    if FP8_BY_AMX
+    else "ChannelWiseTorchFP8ScaledMMLinearKernel"
+)
+"""What vLLM multiplies FP8 weights with a scale per output with, on this CPU."""
+TAKES_FP8 = pytest.mark.skipif(
+    FP8_BY_AMX, reason=f"layers with {FP8_KERNEL} are rejected by name"
 )
 SCALE = "model.layers.1.mlp.down_proj.weight_scale"
 WEIGHT = "model.layers.1.mlp.down_proj.weight"
@@ -59,10 +65,10 @@ def llm(start: Callable[..., Any], int8: tuple[Path, Path]) -> Any:
     [
         ("int8", {}),
         pytest.param("int8", COMPILED, marks=pytest.mark.slow),
-        pytest.param("fp8-channel", {}, marks=OLD_FP8),
-        pytest.param("fp8-channel", COMPILED, marks=(OLD_FP8, pytest.mark.slow)),
-        pytest.param(None, ONLINE, marks=OLD_FP8),
-        pytest.param(None, ONLINE | COMPILED, marks=(OLD_FP8, pytest.mark.slow)),
+        pytest.param("fp8-channel", {}, marks=TAKES_FP8),
+        pytest.param("fp8-channel", COMPILED, marks=(TAKES_FP8, pytest.mark.slow)),
+        pytest.param(None, ONLINE, marks=TAKES_FP8),
+        pytest.param(None, ONLINE | COMPILED, marks=(TAKES_FP8, pytest.mark.slow)),
         pytest.param("int4", {}, marks=WIDE),
         pytest.param("int4", COMPILED, marks=(WIDE, pytest.mark.slow)),
     ],
@@ -87,8 +93,8 @@ def test_quantised_weights_equal_a_fresh_engine_after_every_commit_and_rollback(
     ("kind", "options"),
     [
         ("int8", {}),
-        pytest.param("fp8-channel", {}, marks=(OLD_FP8, pytest.mark.slow)),
-        pytest.param(None, ONLINE, marks=(OLD_FP8, pytest.mark.slow)),
+        pytest.param("fp8-channel", {}, marks=(TAKES_FP8, pytest.mark.slow)),
+        pytest.param(None, ONLINE, marks=(TAKES_FP8, pytest.mark.slow)),
         pytest.param("int4", {}, marks=(WIDE, pytest.mark.slow)),
     ],
     ids=["int8", "fp8", "fp8-online", "int4"],
@@ -114,18 +120,15 @@ def test_scales_of_activations_and_kernels_that_were_not_tried_are_rejected_by_n
     layer = r"layer model\.layers\.0\.self_attn\.qkv_proj"
     with pytest.raises(StagingUnavailable, match=f"{layer} has scales of activations"):
         llm.update_weights_from_disk(str(static))
-    # Which kernel multiplies depends on the release and on the CPU.
-    scheme = "CompressedTensorsW8A8Fp8"
-    others = {pair for pair in PROVED["cpu"] if pair[0] != scheme}
-    monkeypatch.setitem(PROVED, "cpu", others)
+    pair = "CompressedTensorsW8A8Fp8", FP8_KERNEL
+    monkeypatch.setitem(PROVED, "cpu", PROVED["cpu"] - {pair})
     llm = start(checkpoint(0, "fp8-channel"))
-    kernel = rf"{scheme} and \w+Kernel, which has not been shown"
-    with pytest.raises(StagingUnavailable, match=f"{layer} quantises .* {kernel}"):
+    with pytest.raises(StagingUnavailable, match=f"{layer} quantises .* {pair[1]}"):
         llm.update_weights_from_disk(str(checkpoint(1, "fp8-channel")))
     assert len(greedy(llm)) == NUM_PROMPTS
 
 
-@OLD_FP8
+@TAKES_FP8
 def test_schemes_with_shared_scales_or_without_proof_are_rejected_on_several_ranks(
     start: Callable[..., Any],
     checkpoint: Callable[..., Path],

@@ -88,10 +88,6 @@ class Coverage:
         method of a worker extension has written itself."""
         self._written_to: set[str] = set()
         """Those of which `tally` has counted an element."""
-        self._complete = {name for name, shape in required.items() if not shape.numel()}
-        """Those of which `tally` has counted enough elements, or that have none."""
-        self._of_drafter = frozenset(n for n in required if n.startswith(DRAFT))
-        self._of_model = frozenset(required) - self._of_drafter
         self.loaded: set[str] = set()
         """Those whose loader was called."""
         self.written: set[str] = set()
@@ -130,6 +126,21 @@ class Coverage:
         past all loaders.
         """
         return {n: Fill(shape.numel()) for n, shape in self._required.items()}
+
+    @functools.cached_property
+    def _complete(self) -> set[str]:
+        """Those of which `tally` has counted enough elements, or that have none."""
+        return {name for name, shape in self._required.items() if not shape.numel()}
+
+    @functools.cached_property
+    def _of_drafter(self) -> frozenset[str]:
+        """The drafter's parameters."""
+        return frozenset(name for name in self._required if name.startswith(DRAFT))
+
+    @functools.cached_property
+    def _of_model(self) -> frozenset[str]:
+        """All other parameters."""
+        return frozenset(self._required) - self._of_drafter
 
     def tally(self, manifest: Manifest | None = None) -> dict[str, int]:
         """How many parameters there are, are begun, and have received enough elements.
