@@ -22,12 +22,18 @@ TOKENS = 200
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one-rank", "two-ranks"])
-def running(old: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
+def num_ranks(request: pytest.FixtureRequest) -> int:
+    ranks: int = request.param
+    return ranks
+
+
+@pytest.fixture(scope="module")
+def running(old: Path, num_ranks: int) -> Iterator[Server]:
     flags = ("--dtype", "float32", "--enable-sleep-mode")
-    flags += ("--tensor-parallel-size", str(request.param))
+    flags += ("--tensor-parallel-size", str(num_ranks))
     flags += ("--logits-processors", gentle.NAME)
     env = {"VLLM_SERVER_DEV_MODE": "1"}
-    if request.param == 2:
+    if num_ranks == 2:
         env["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     with Server(old, *flags, env=env, main="tests.support.engines.sleeping") as server:
         yield server
@@ -150,7 +156,9 @@ def rounds() -> Iterator[Any]:
             yield pytest.param(number, way, id=f"{name}-{way.__name__}", marks=marks)
 
 
-@pytest.mark.parametrize(("running", "fall_asleep"), [*rounds()], indirect=["running"])
+@pytest.mark.parametrize(
+    ("num_ranks", "fall_asleep"), [*rounds()], indirect=["num_ranks"]
+)
 def test_streams_continue_with_tokens_of_the_weights_that_arrived_during_sleep(
     server: Server, new: Path, fall_asleep: Callable[[Server], None]
 ) -> None:
@@ -186,7 +194,7 @@ def check_round(
         assert told == [("old", 0, count), ("new", count, TOKENS)]
 
 
-@pytest.mark.parametrize("running", NUM_RANKS, indirect=True)
+@pytest.mark.parametrize("num_ranks", NUM_RANKS, indirect=True)
 def test_a_stream_that_is_aborted_asleep_ends_at_once_and_the_others_go_on(
     server: Server,
 ) -> None:
@@ -223,7 +231,7 @@ def test_requests_that_a_pause_holds_in_place_are_not_lost_by_a_release(
     assert [stream.tokens for stream in streams] == expected
 
 
-@pytest.mark.parametrize("running", NUM_RANKS, indirect=True)
+@pytest.mark.parametrize("num_ranks", NUM_RANKS, indirect=True)
 def test_a_retracting_release_is_rejected_until_a_waiting_pause_has_ended(
     server: Server,
 ) -> None:
