@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.arm import Arm, serve
-from benchmarks.gpu.watch import profile, trace
+from benchmarks.gpu.watch import blocks, profile, trace
 from benchmarks.record import UPSTREAM
 from benchmarks.shapes import SAVES, num_ranks
 from vllm.inflight.errors import BaseMismatch
@@ -43,6 +43,8 @@ TRACED = "traced "
 """Before a share: the update is traced."""
 PROFILED = "profiled "
 """Before a share: the staging thread is profiled."""
+KEPT = "kept "
+"""Before a share: torch is asked what it keeps of the GPU's memory."""
 OFF = "off"
 """Name of the arm that is never updated: it has one set of weights."""
 AROUND_S = 0.1
@@ -182,7 +184,7 @@ async def main(name: str, folder: str, handle: str) -> None:
             return {"commit_ms": (await engine.rollback_weights())["gap_ms"]}
         if share == VERIFY:
             return {"is_equal": (await engine.verify_weights())["result"] == "equal"}
-        for prefix, tool in ((TRACED, trace), (PROFILED, profile)):
+        for prefix, tool in ((TRACED, trace), (PROFILED, profile), (KEPT, blocks)):
             if share.startswith(prefix):
                 return await watched(engine, share.removeprefix(prefix), tool)
         await trainer.send(engine, share)

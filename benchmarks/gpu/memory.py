@@ -4,7 +4,9 @@
 time: without updates (`off`), with a log (`delta`), and with two sets (`device`). A
 trainer on the same GPU sends whole versions and deltas over CUDA IPC while requests
 are decoded. The driver tells what the processes of the engine hold of the GPU, those
-of the trainer not counted: from time to time, and the most at an update.
+of the trainer not counted: from time to time, and the most at an update. With
+`--blocks` torch tells what it keeps after updates of each kind, and where in the code
+it was taken. Torch's own notes of that are in the host's memory.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any
 import psutil
 from vllm.third_party import pynvml
 
-from benchmarks.gpu.arm import OFF
+from benchmarks.gpu.arm import KEPT, OFF
 from benchmarks.machine import facts
 from benchmarks.process import ArmProcess, arm
 from benchmarks.record import Plan
@@ -67,9 +69,9 @@ def taken(process: ArmProcess) -> int:
 
 
 @contextmanager
-def watched(process: ArmProcess) -> Iterator[dict[str, int]]:
+def watched(process: ArmProcess) -> Iterator[dict[str, Any]]:
     """What it holds at the most meanwhile, and at the end; in bytes."""
-    found = {"most": 0}
+    found: dict[str, Any] = {"most": 0}
     ended = threading.Event()
 
     def watch() -> None:
@@ -99,10 +101,15 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
             kinds = [] if name == OFF else ["whole 0.01", "0.001", "0.01"]
             for kind in ["", *kinds]:
                 # The second of a kind shows what stays of the first.
-                plan = Plan(options.streams, 64, 0.5, [kind] * 3 if kind else [])
+                updates = [kind] * 3 if kind else []
+                if options.blocks:
+                    updates = [KEPT + each for each in updates]
+                plan = Plan(options.streams, 64, 0.5, updates)
                 with watched(process) as held:
-                    process.carry_out(plan)
+                    record = process.carry_out(plan)
                 found[kind or "decoding"] = held
+                if options.blocks and updates:
+                    held["kept"] = record.updates[-1].facts["found"]
     return found
 
 
@@ -111,6 +118,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="8B")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
+    parser.add_argument("--blocks", action="store_true", help="what torch keeps")
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)

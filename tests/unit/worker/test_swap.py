@@ -17,6 +17,7 @@ from vllm.inflight.worker.shadow.change_log import (
     ChangeLog,
     capacity_of,
     host_capacity_of,
+    notes_bytes,
 )
 from vllm.inflight.worker.shadow.changed_elements import addresses, elements
 from vllm.inflight.worker.shadow.swap import Swap, _OnDevice, _OnHost, swap_reference
@@ -238,8 +239,10 @@ def test_a_log_that_is_too_small_says_how_large_it_has_to_be():
     log.require_room()
 
 
-def test_the_log_has_a_twentieth_of_the_weights_by_default():
-    assert capacity_of(0, 40 << 30) == 2 << 30
+def test_the_log_and_its_notes_have_a_twentieth_of_the_weights_by_default():
+    for num_bytes in (1 << 16, 10**9, 16_381_470_720, 40 << 30):
+        capacity, twentieth = capacity_of(0, num_bytes), max(num_bytes // 20, 1 << 16)
+        assert 0 <= twentieth - capacity - notes_bytes(capacity) <= twentieth / 64
     assert capacity_of(0.5, 40 << 30) == 1 << 29
 
 

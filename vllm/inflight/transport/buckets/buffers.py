@@ -10,11 +10,11 @@ from vllm.inflight.transport.waiting import WaitLimit
 ONE_SET_BUCKETS = 2
 """Most buckets of a worker with one set of weights. Fewer would not overlap."""
 MIB = 1 << 20
-SHARE = 256
-"""Of one set of weights, the part that such a bucket may take: both take 0.8 %."""
-LEAST_BYTES, MOST_BYTES = 64 * MIB, 256 * MIB
-"""It may take the first in any case; a part of a delta has half of that. And it never
-takes more than the second, which is enough."""
+SHARE = 0.00375
+"""Of one set of weights, the part that such a bucket may take: both take 0.75 %."""
+LEAST_BYTES, MOST_BYTES = 48 * MIB, 256 * MIB
+"""It may take the first in any case; a part of a delta has two thirds of that. And it
+never takes more than the second, which is enough."""
 
 
 def one_set_bucket_bytes(num_bytes: int) -> int:
@@ -24,7 +24,7 @@ def one_set_bucket_bytes(num_bytes: int) -> int:
         num_bytes: of the weights on this rank.
 
     """
-    return min(max(num_bytes // SHARE // MIB * MIB, LEAST_BYTES), MOST_BYTES)
+    return min(max(int(num_bytes * SHARE) // MIB * MIB, LEAST_BYTES), MOST_BYTES)
 
 
 class Buffers:

@@ -622,12 +622,15 @@ def capacity_of(gib: float, num_bytes: int) -> int:
     """Bytes of the log of a rank.
 
     Args:
-        gib: `--inflight-delta-gib`; 0 means a twentieth of the weights.
+        gib: `--inflight-delta-gib`; 0 means a twentieth of the weights, of which the
+            notes take their part.
         num_bytes: of the weights of this rank.
 
     """
-    wanted = int(gib * GIB) if gib else max(num_bytes // 20, 1 << 16)
-    return _aligned(wanted)
+    if gib:
+        return _aligned(int(gib * GIB))
+    both = max(num_bytes // 20, 1 << 16)
+    return (both - notes_bytes(both)) // ALIGNMENT * ALIGNMENT
 
 
 def notes_bytes(capacity: int) -> int:
