@@ -11,8 +11,13 @@ from tests.e2e.test_adopted_drafters import beside, buckets, of_folder
 from tests.support.engines.drafted import Drafted, drafted
 from tests.support.engines.mixtures import part
 from tests.support.engines.unpacked import unpacked
-from tests.support.models.families import cpu_options
-from tests.support.models.tiny_drafters import MTP, MTP_KINDS, MtpKind, make_mtp
+from tests.support.models.tiny_drafters import (
+    MTP,
+    MTP_KINDS,
+    MtpKind,
+    make_mtp,
+    mtp_options,
+)
 from vllm.inflight.engine.compat import adoption
 from vllm.inflight.errors import WeightsMismatch
 
@@ -35,7 +40,7 @@ def kind(request: pytest.FixtureRequest) -> MtpKind:
 
 @pytest.fixture(scope="module")
 def options(kind: MtpKind) -> dict[str, Any]:
-    return beside(speculative_config=MTP, **cpu_options(kind.family))
+    return beside(**mtp_options(kind.family))
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,7 @@ from tests.e2e.test_delta_staging_families import converted
 from tests.support.deltas import stepped
 from tests.support.engines.drafted import drafted
 from tests.support.engines.mixtures import part
-from tests.support.models.families import cpu_options
-from tests.support.models.tiny_drafters import MTP, MTP_KINDS, make_mtp
+from tests.support.models.tiny_drafters import MTP_KINDS, make_mtp, mtp_options
 from vllm.inflight.trainer import Publisher
 
 pytestmark = pytest.mark.engine
@@ -40,7 +39,7 @@ def test_model_and_mtp_layer_change_together_or_alone_by_deltas_and_whole(
     start: Callable[..., Any], tmp_path: Path, name: str, is_tied: bool
 ) -> None:
     kind = MTP_KINDS[name]
-    options = {"speculative_config": MTP, **cpu_options(kind.family)}
+    options = mtp_options(kind.family)
     old, new = (
         make_mtp(tmp_path / str(seed), kind, seed, 5 + seed, tied=is_tied)
         for seed in range(2)
@@ -84,7 +83,7 @@ def test_a_frameworks_version_has_mtp_layers_or_leaves_them_as_they_are(
     start: Callable[..., Any], tmp_path: Path, name: str
 ) -> None:
     kind = MTP_KINDS[name]
-    options = {**cpu_options(kind.family), **beside(speculative_config=MTP)}
+    options = beside(**mtp_options(kind.family))
     seeds = {"old": (0, 5), "new": (1, 6), "model": (1, 5)}
     folders = {n: make_mtp(tmp_path / n, kind, *of) for n, of in seeds.items()}
     fresh = {n: drafted(start(folder, **options)) for n, folder in folders.items()}

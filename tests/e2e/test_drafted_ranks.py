@@ -16,6 +16,7 @@ from tests.support.models.tiny_drafters import (
     drafting,
     make_drafter,
     make_mtp,
+    mtp_options,
 )
 from vllm.inflight.update import drafters
 
@@ -57,13 +58,14 @@ def with_drafters(
 
 def with_mtp(root: Path, name: str) -> dict[str, Any]:
     kind = MTP_KINDS[name]
+    drafts = mtp_options(kind.family)["speculative_config"]
     return {
         "models": [
             str(make_mtp(root / f"{seed}", kind, seed, 5 + seed, **SIZE))
             for seed in (0, 1)
         ],
         "drafters": [],
-        "config": MTP,
+        "config": MTP if torch.cuda.is_available() else drafts,
         "drafter": f"{kind.layer}{kind.block}self_attn.o_proj.weight",
         "mtp": f"{kind.layer}*",
         "options": options(kind.family),

@@ -37,11 +37,11 @@ from tests.support.models.families import (
 )
 from tests.support.models.tiny_drafters import (
     METHODS,
-    MTP,
     MTP_KINDS,
     drafting,
     make_drafter,
     make_mtp,
+    mtp_options,
 )
 from tests.support.waiting import until
 from vllm.inflight.errors import WeightsMismatch
@@ -240,7 +240,7 @@ def test_an_mtp_layer_is_replayed_with_its_model(
     start: Callable[..., Any], tmp_path: Path, loaded: list[str]
 ) -> None:
     kind = MTP_KINDS["mimo"]
-    options = {"speculative_config": MTP, **cpu_options(kind.family)}
+    options = mtp_options(kind.family)
     old, new = (make_mtp(tmp_path / str(n), kind, n, 5 + n, tied=False) for n in (0, 1))
     fresh = drafted(start(new, **options))
     llm = engine(start, old, **options)

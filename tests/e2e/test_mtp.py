@@ -19,8 +19,7 @@ from tests.support.engines.mixtures import declared, part
 from tests.support.engines.probe import begin_from_files
 from tests.support.engines.sync_client import gloo_trainer
 from tests.support.models.checkpoint_source import CheckpointSource
-from tests.support.models.families import cpu_options
-from tests.support.models.tiny_drafters import MTP, MTP_KINDS, MtpKind, make_mtp
+from tests.support.models.tiny_drafters import MTP_KINDS, MtpKind, make_mtp, mtp_options
 from vllm.inflight import ops
 from vllm.inflight.errors import Conflict, WeightsMismatch
 
@@ -55,11 +54,7 @@ def kind(model: tuple[str, bool]) -> MtpKind:
 
 @pytest.fixture(scope="module")
 def options(kind: MtpKind) -> dict[str, Any]:
-    return {
-        "dtype": "float32",
-        "speculative_config": MTP,
-        **cpu_options(kind.family),
-    }
+    return {"dtype": "float32", **mtp_options(kind.family)}
 
 
 @pytest.fixture(scope="module")

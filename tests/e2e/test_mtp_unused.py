@@ -13,7 +13,7 @@ from tests.support.engines.bare_core import call
 from tests.support.engines.mixtures import part
 from tests.support.engines.probe import greedy
 from tests.support.models.families import cpu_options
-from tests.support.models.tiny_drafters import MTP, MTP_KINDS, MtpKind, make_mtp
+from tests.support.models.tiny_drafters import MTP_KINDS, MtpKind, make_mtp, mtp_options
 from vllm.inflight.errors import StagingUnavailable, WeightsMismatch
 
 pytestmark = pytest.mark.engine
@@ -40,7 +40,8 @@ def folders(kind: MtpKind, tmp_path: Path) -> list[Path]:
 @pytest.fixture
 def begin(start: Callable[..., Any], kind: MtpKind) -> Callable[..., Any]:
     def engine(folder: Path, **options: Any) -> Any:
-        return start(folder, dtype="float32", **cpu_options(kind.family), **options)
+        usual = {"dtype": "float32", **cpu_options(kind.family)}
+        return start(folder, **usual | options)
 
     return engine
 
@@ -67,7 +68,7 @@ def test_mtp_layers_that_draft_are_read_by_their_checkpoint_names(
     begin: Callable[..., Any], kind: MtpKind, folders: list[Path]
 ) -> None:
     old, new = folders
-    llm = begin(old, speculative_config=MTP)
+    llm = begin(old, **mtp_options(kind.family))
     llm.update_weights_from_disk(str(new), "new")
     core = llm.llm_engine.engine_core.engine_core
     tensors = load_file(new / "model.safetensors")
@@ -77,9 +78,10 @@ def test_mtp_layers_that_draft_are_read_by_their_checkpoint_names(
 
 
 def test_updates_are_rejected_if_the_mtp_layers_come_from_another_checkpoint(
-    begin: Callable[..., Any], folders: list[Path]
+    begin: Callable[..., Any], kind: MtpKind, folders: list[Path]
 ) -> None:
     old, new = map(str, folders)
-    llm = begin(Path(old), speculative_config=MTP | {"model": new})
+    drafts = mtp_options(kind.family)["speculative_config"]
+    llm = begin(Path(old), speculative_config=drafts | {"model": new})
     with pytest.raises(StagingUnavailable, match="are not its model's own"):
         llm.update_weights_from_disk(old, "no")

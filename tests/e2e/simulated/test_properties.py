@@ -123,7 +123,8 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: call(self.core, "status")["active"] is None)
     def stage(self, weights: int) -> None:
         stage_weights(self.core, weights)
-        self.staged = weights
+        # One that still waits for its answer was for an update that was given up.
+        self.staged, self.committing = weights, None
 
     @rule(mode=st.sampled_from([*PauseMode, *PauseMode, None]), flush=st.booleans())
     @precondition(lambda self: call(self.core, "status")["active"] is not None)

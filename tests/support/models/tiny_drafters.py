@@ -9,12 +9,22 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.models.families import cpu_options
 from tests.support.models.tiny import make_checkpoint
 
 NUM_DRAFTS = 2
 METHODS = ("draft_model", "eagle", "eagle3")
 MTP = {"method": "mtp", "num_speculative_tokens": 1}
 """`speculative_config` of an engine whose model has an MTP layer."""
+
+
+def mtp_options(family: str) -> dict[str, Any]:
+    """Options of an engine that drafts with its model's MTP layer, on a CPU.
+
+    A drafter chooses its attention for itself.
+    """
+    options = cpu_options(family)
+    return {**options, "speculative_config": {**MTP, **options}}
 
 
 def drafting(method: str, folder: Path) -> dict[str, object]:
