@@ -8,8 +8,9 @@ import torch
 from tests.support.engines.transport import Extension
 from vllm.inflight.worker.shadow.swap import Swap
 
-WRITTEN = "model.norm.weight"
-"""The parameter that the write of `tests_write_before_next_swap` changes."""
+WRITTEN = "model.norm.weight", "model.final_layernorm.weight"
+"""The parameter that the write of `tests_write_before_next_swap` changes; families name
+it otherwise."""
 
 
 class Damaged(Extension):
@@ -35,7 +36,8 @@ class Damaged(Extension):
 
         def write(the_swap: Swap) -> float:
             Swap.__call__ = swap  # type: ignore[method-assign]
-            norm = self.model_runner.get_model().get_parameter(WRITTEN)
+            params = dict(self.model_runner.get_model().named_parameters())
+            (norm,) = (params[name] for name in WRITTEN if name in params)
             norm.data.view(torch.int16).add_(1)
             return swap(the_swap)
 
@@ -53,7 +55,7 @@ class Damaged(Extension):
         found = hashlib.sha256()
         for name, param in self.model_runner.get_model().named_parameters():
             bits = param.data.reshape(-1)
-            if but_for_the_write and name == WRITTEN and self.rank == 1:
+            if but_for_the_write and name in WRITTEN and self.rank == 1:
                 bits = bits.view(torch.int16) - 1
             found.update(bits.view(torch.uint8).cpu().numpy().data)
         return found.hexdigest()

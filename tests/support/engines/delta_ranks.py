@@ -106,9 +106,9 @@ def main(
         for _ in range(2):
             llm.rollback_weights()
             seen["back after it"].append(served())
-        seen["altered"] = [
-            altered(llm, weights, *each, served) for each in ALTERED.get(parallel, [])
-        ]
+        # Some families are cut in a way that takes whole versions alone.
+        to_alter = ALTERED.get(parallel, []) if seen["after that"][0] else []
+        seen["altered"] = [altered(llm, weights, *each, served) for each in to_alter]
         seen["other bits"] = written_before_swap(llm, stepped(weights, 9))
     seen["scrubbed"] = llm.verify_weights()["result"]
     weights, seen["wholes"], seen["drifts of wholes"] = load_file(file), [], []
@@ -144,6 +144,7 @@ def altered(
 ) -> dict[str, Any]:
     """A delta that is altered on its way, and the same one as it should be."""
     new, seen = stepped(weights, 7), {"before": served()}
+    new[name].view(-1)[0] += 0.25  # a step may have left a small tensor as it is
     manifest, parts = delta_between(weights, new, seen["before"][0])
 
     def send() -> None:

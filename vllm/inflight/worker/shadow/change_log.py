@@ -622,15 +622,15 @@ def capacity_of(gib: float, num_bytes: int) -> int:
     """Bytes of the log of a rank.
 
     Args:
-        gib: `--inflight-delta-gib`; 0 means a twentieth of the weights, of which the
-            notes take their part.
+        gib: `--inflight-delta-gib`; 0 means a twentieth of the weights. The notes have
+            a 128th of that. Those of a small log take more, which is beside it.
         num_bytes: of the weights of this rank.
 
     """
     if gib:
         return _aligned(int(gib * GIB))
     both = max(num_bytes // 20, 1 << 16)
-    return (both - notes_bytes(both)) // ALIGNMENT * ALIGNMENT
+    return (both - min(both // 128, notes_bytes(both))) // ALIGNMENT * ALIGNMENT
 
 
 def notes_bytes(capacity: int) -> int:
