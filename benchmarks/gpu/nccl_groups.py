@@ -106,19 +106,27 @@ def meet(is_killed: bool) -> None:
             peer.stdin.close()
 
 
-def held() -> dict[str, Any]:
-    """Threads, what descriptors lead to, and resident memory in MiB by its kind."""
-    files = Counter[str]()
+def open_files() -> Counter[str]:
+    """What the descriptors of this process lead to, and how many to each."""
+    found = Counter[str]()
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # the folder's own is closed by now
-            files[os.readlink(descriptor).partition(":[")[0]] += 1
+            found[os.readlink(descriptor).partition(":[")[0]] += 1
+    return found
+
+
+def held() -> dict[str, Any]:
+    """Threads, what descriptors lead to, and resident memory in MiB by its kind."""
     lines = Path("/proc/self/status").read_text().splitlines()
     status = dict(line.split(":", 1) for line in lines)
     memory = {
         kind: round(int(status[kind].split()[0]) / 1024, 2)
         for kind in ("RssAnon", "RssFile", "RssShmem")
     }
-    return {"threads": int(status["Threads"]), "descriptors": dict(files)} | memory
+    return {
+        "threads": int(status["Threads"]),
+        "descriptors": dict(open_files()),
+    } | memory
 
 
 def main() -> None:

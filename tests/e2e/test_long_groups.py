@@ -4,9 +4,7 @@ Over gloo here; tests/gpu runs the same over NCCL.
 """
 
 import os
-from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import torch
 from vllm import SamplingParams
 
 from benchmarks.gpu.memory import held_by
+from benchmarks.gpu.nccl_groups import open_files
 from tests.e2e.test_trainer_failures import engine  # noqa: F401 (a fixture)
 from tests.robustness.soak.rank import held as held_of_groups
 from tests.support.engines.far_trainer import FarTrainer
@@ -52,16 +51,6 @@ def held() -> dict[str, float]:
     if torch.cuda.is_available():
         found["gpu_mib"] = held_by({os.getpid()}) / MIB
     found["threads"], found["descriptors"] = process.num_threads(), process.num_fds()
-    return found
-
-
-def open_files() -> Counter[str]:
-    """What the descriptors of this process lead to, and how many to each."""
-    own = Path("/proc/self/fd")
-    found: Counter[str] = Counter()
-    for descriptor in own.iterdir():
-        with suppress(OSError):  # the folder's own is closed by now
-            found[os.readlink(descriptor).partition(":[")[0]] += 1
     return found
 
 

@@ -26,8 +26,8 @@ from tests.e2e.conftest import (  # noqa: F401
 # Else torch's compiler has a folder for each model, and every engine that it compiles
 # for compiles vLLM's own kernels again.
 os.environ.setdefault("TRITON_CACHE_DIR", str(Path.home() / ".triton/cache"))
-# For its report on lost peers (RAS), NCCL keeps a socket for each of them. The tests
-# count descriptors.
+# NCCL's service that reports on peers (RAS) keeps sockets of groups that have ended.
+# The tests count descriptors.
 os.environ.setdefault("NCCL_RAS_ENABLE", "0")
 
 

@@ -162,7 +162,7 @@ def test_checking_large_weights_for_writes_takes_little_time_from_decoding(
         began = time.perf_counter()
         core.collective_rpc(lambda worker: None)
         taken.append((time.perf_counter() - began) * 1e3)
-    print(f"a call that writes nothing: {min(taken):.2f} to {max(taken):.2f} ms")
-    assert min(taken) < LOOK_MS  # other jobs of the host may make most of them longer
+    print(f"a call that writes nothing: {sorted(taken)[10]:.2f} ms, {max(taken):.2f}")
+    assert sorted(taken)[10] < LOOK_MS
     assert call(core, "info")["weight_version"] == "default"
     core.abort_requests(["runs"])

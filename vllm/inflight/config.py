@@ -68,8 +68,8 @@ class InflightConfig:
         0.0,
         "With staging 'delta', GiB of the log of changed elements on each rank; an "
         "element of bf16 takes 6 bytes of it. An update that changes more goes on in "
-        "host memory, see delta_host_gib. 0: a twentieth of the weights, with the "
-        "notes beside the log. 0 to 1024.",
+        "host memory, see delta_host_gib. 0: a twentieth of the weights, of which "
+        "notes of what differs take a 128th. 0 to 1024.",
         limits=(0, 1024),
     )
     delta_host_gib: float = _knob(

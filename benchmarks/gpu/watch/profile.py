@@ -110,9 +110,10 @@ def _longest(found: Counter[str]) -> list[list[Any]]:
 def _noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def noted(*args: Any, **kwargs: Any) -> Any:
-        if not _sampler:
+        # Another thread may end the profile at any moment.
+        if (sampler := next(iter(_sampler), None)) is None:
             return call(*args, **kwargs)
-        threads, thread = _sampler[0].threads, threading.get_ident()
+        threads, thread = sampler.threads, threading.get_ident()
         before = threads.get(thread)
         threads[thread] = name
         try:

@@ -30,7 +30,7 @@ be_exact()  # as the judge's replay is
 # oneDNN keeps what it has compiled for 1024 shapes, about 1 MiB for each new length of
 # a prompt, updates or not: memory would grow for hours until all lengths have come.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
-# For its report on lost peers (RAS), NCCL keeps a socket for each of them.
+# NCCL's service that reports on peers (RAS) keeps sockets of groups that have ended.
 os.environ.setdefault("NCCL_RAS_ENABLE", "0")
 
 NUM_CLIENTS = 6

@@ -623,7 +623,7 @@ def capacity_of(gib: float, num_bytes: int) -> int:
 
     Args:
         gib: `--inflight-delta-gib`; 0 means a twentieth of the weights. The notes have
-            a 128th of that. Those of a small log take more, which is beside it.
+            a 128th of that. What those of a small log take more is beside it.
         num_bytes: of the weights of this rank.
 
     """
