@@ -1,8 +1,10 @@
 """Tensors of the host on their way to a GPU, in pieces; host memory is the GPU here."""
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from vllm.inflight.worker.staging.loader import UpdateLoader
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
+@pytest.mark.parametrize("least", [5, 1 << 20], ids=["threads", "one-thread"])
 @pytest.mark.parametrize(
     "tensor",
     [
@@ -29,9 +32,10 @@ CPU, META = torch.device("cpu"), torch.device("meta")
     ids=lambda tensor: f"{tensor.dtype}-{tuple(tensor.shape)}",
 )
 def test_a_tensor_is_copied_piece_by_piece_bit_for_bit(
-    tensor: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    tensor: torch.Tensor, least: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_tensors, "PIECE_BYTES", 32)
+    monkeypatch.setattr(host_tensors, "LEAST_BYTES", least)
     copies = HostTensors(CPU)
     for _ in range(2):  # the second in the memory of the first
         made = copies.copied(tensor)
@@ -40,6 +44,32 @@ def test_a_tensor_is_copied_piece_by_piece_bit_for_bit(
         assert not tensor.numel() or made.data_ptr() != tensor.data_ptr()
         bits = [t.contiguous().reshape(-1).view(torch.uint8) for t in (made, tensor)]
         assert torch.equal(*bits)
+
+
+def test_several_threads_fill_a_large_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    filled: dict[int, int] = {}
+    together = threading.Barrier(host_tensors.NUM_THREADS)
+    copyto = np.copyto
+
+    def noted(target: np.ndarray, source: np.ndarray) -> None:
+        together.wait(10)  # each waits until all fill
+        filled[threading.get_ident()] = len(source)
+        copyto(target, source)
+
+    monkeypatch.setattr(host_tensors.np, "copyto", noted)
+    tensor = torch.randint(256, (host_tensors.PIECE_BYTES - 3,), dtype=torch.uint8)
+    assert torch.equal(HostTensors(CPU).copied(tensor), tensor)
+    assert len(filled) == host_tensors.NUM_THREADS
+    assert sum(filled.values()) == tensor.nbytes
+
+
+def test_an_error_of_a_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("no such page")
+
+    monkeypatch.setattr(host_tensors.np, "copyto", broken)
+    with pytest.raises(ValueError, match="no such page"):
+        HostTensors(CPU).copied(torch.ones(host_tensors.PIECE_BYTES // 4))
 
 
 def test_an_engine_on_the_host_gets_the_tensor_itself() -> None:
