@@ -75,6 +75,48 @@ def test_the_tripwire_reports_no_write_where_nothing_was_written(
     assert not worker.is_written and not worker.is_written
 
 
+def test_weights_that_steps_copy_back_are_compared_by_their_bytes_alone(
+    worker: Worker,
+) -> None:
+    up, down = worker.model.up.weight, worker.model.down.weight
+
+    def step() -> None:
+        with torch.no_grad():
+            up.copy_(up.clone())
+
+    step()
+    assert worker.is_written  # nobody has told that steps do this
+    worker.wire.acknowledge()
+    step()  # while the engine is warmed up
+    worker.wire.warmed_up()
+    worker.wire.arm()
+    for _ in range(3):
+        step()
+        assert not worker.is_written
+    with torch.no_grad():
+        up.add_(1)
+    assert worker.is_written
+    worker.wire.acknowledge()
+    step()
+    with torch.no_grad():
+        down.copy_(down.clone())  # no step writes these
+    assert worker.is_written
+
+
+def test_parameters_that_the_start_replaces_are_watched_as_all_others(
+    worker: Worker,
+) -> None:
+    with torch.no_grad():
+        worker.model.up.weight.add_(1)
+        again = torch.nn.Parameter(worker.model.up.weight.detach().clone())
+        worker.model.up.weight = again
+    worker.wire.warmed_up()
+    worker.wire.arm()
+    with torch.no_grad():
+        again.copy_(again.clone())
+    assert worker.is_written
+
+
 @pytest.mark.parametrize("kind", [list, tuple, dict, iter])
 def test_a_load_is_detected_for_every_kind_of_argument(
     worker: Worker, kind: Any

@@ -223,11 +223,13 @@ def _wait_for_decoding_only(original: Callable[..., Any]) -> Callable[..., Any]:
     return synchronize_device
 
 
-def _freeze_heap(original: Callable[..., Any]) -> Callable[..., Any]:
+def _warm_up(original: Callable[..., Any]) -> Callable[..., Any]:
     def compile_or_warm_up_model(self: upstream.CPUWorker) -> Any:
         from vllm.inflight import upstream
 
         times = original(self)
+        if (wire := WorkerState.of(self).tripwire) is not None:
+            wire.warmed_up()
         if _is_on(self.vllm_config):
             upstream.freeze_gc_heap()
         return times
@@ -407,10 +409,15 @@ PATCHES = [
         expects=("self",),
         why=(
             "objects of staging trigger garbage collections, which delay decoding; as "
-            "in GPU workers, they now scan new objects only"
+            "in GPU workers, they now scan new objects only. And compiled steps that "
+            "write weights back, as those of int4 with AMX do, are no writes from "
+            "outside"
         ),
-        remove_when="upstream freezes the heap of CPU workers too",
-        around=_freeze_heap,
+        remove_when=(
+            "upstream freezes the heap of CPU workers too, and its kernels declare "
+            "only what they write"
+        ),
+        around=_warm_up,
         only_on="cpu",
     ),
     Patch(

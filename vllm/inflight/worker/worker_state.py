@@ -162,6 +162,9 @@ class WriteWatch(Protocol):
     def arm(self) -> None:
         """Take the reference, unless there is one."""
 
+    def warmed_up(self) -> None:
+        """Note which parameters steps write themselves, as the first have run."""
+
     def changed(self) -> None:
         """Note a change of the weights that the engine core knows."""
 

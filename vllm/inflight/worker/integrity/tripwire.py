@@ -13,6 +13,11 @@ own process may write into live weights. The tripwire detects four signs of it:
 The first two are noted when they happen, and posted on the status board. The other two
 are compared with an earlier reference when the engine core asks.
 
+Some kernels declare that they write weights which they only read, as the CPU build's
+for int4 does. Torch's compiler then copies such a weight back in each step, and its
+version counter rises. The warm-up shows which weights these are. Their counters are
+not compared.
+
 When upstream's reload has set a layer aside, the parameters of the layer have no memory
 until all of its tensors have come. A step on such a layer would end the engine.
 """
@@ -153,11 +158,20 @@ class Tripwire:
         self._homes: dict[str, tuple[torch.nn.Parameter, torch.Tensor]] = {}
         """Parameters and their memory, on a device whose graphs refer to that memory.
         """
+        self._loaded: dict[str, tuple[weakref.ref[torch.nn.Parameter], int]] = {}
+        """Parameters and their version counters, until the engine is warmed up; of the
+        CPU build only."""
+        self._rewritten: frozenset[str] = frozenset()
+        """Parameters that the engine's own steps write, with the bytes that are there.
+        """
         self._sampling: Sampling | None = None
         """How parameters that stay in their homes were sampled last."""
         self._displaced: set[str] = set()
         if worker.device.type == "cuda":
             self.keep_places()
+        else:
+            for name, _, _, param in parameters(self._root):
+                self._loaded[name] = weakref.ref(param), _version(param)
         for tree in trees(self._root):
             for layer in tree.modules():
                 ModelState.of(layer).set(WatchedBy(weakref.ref(self)))
@@ -373,6 +387,21 @@ class Tripwire:
             )
         return self._may_load
 
+    def warmed_up(self) -> None:
+        """Note which parameters the steps have written that ran since the start."""
+        now = parameters_by_name(self._root)
+        self._rewritten = frozenset(
+            name
+            for name, (loaded, count) in self._loaded.items()
+            if (param := loaded()) is not None
+            and now.get(name) is param
+            and _version(param) != count
+        )
+        self._loaded = {}
+        self._reference = None
+        if self._is_eager:
+            self.arm()
+
     # ------------------------------------------------------------- helpers
     def _touch(self) -> None:
         if self._board is not None:
@@ -434,14 +463,16 @@ class Tripwire:
 
     def _sampled(self) -> tuple[list[State], fingerprint.Sample]:
         if not self._homes:  # what is kept would hold memory that the model has left
-            found = [p for *_, p in parameters(self._root) if _has_memory(p)]
-            lines = fingerprint.Lines([p.data for p in found])
-            return _states(found), lines.read()
+            named = [(n, p) for n, *_, p in parameters(self._root) if _has_memory(p)]
+            lines = fingerprint.Lines([p.data for _, p in named])
+            states = [_state(p, n not in self._rewritten) for n, p in named]
+            return states, lines.read()
         params = parameters_by_name(self._root)
         known = self._sampling
         if known is None or known.params is not params or not known.is_current():
             self._sampling = known = Sampling.of(params)
-        return _states(known.found), known.lines.read()
+        # Graphs of a GPU leave the counters alone.
+        return [_state(param) for param in known.found], known.lines.read()
 
     def noted(self, weights: Iterable[Any]) -> Iterable[Any]:
         """`weights` for `load_weights`; the first tensor taken from them is noted."""
@@ -525,8 +556,8 @@ def _addresses(params: Mapping[str, torch.nn.Parameter]) -> list[int]:
     ]
 
 
-def _states(params: Iterable[torch.nn.Parameter]) -> list[State]:
-    return [(id(param), _version(param), param.data_ptr()) for param in params]
+def _state(param: torch.nn.Parameter, has_counter: bool = True) -> State:
+    return id(param), _version(param) if has_counter else 0, param.data_ptr()
 
 
 def _is_at_home(
