@@ -41,9 +41,6 @@ FP8_KERNEL = (
     else "ChannelWiseTorchFP8ScaledMMLinearKernel"
 )
 """What vLLM multiplies FP8 weights with a scale per output with, on this CPU."""
-TAKES_FP8 = pytest.mark.skipif(
-    FP8_BY_AMX, reason=f"layers with {FP8_KERNEL} are rejected by name"
-)
 SCALE = "model.layers.1.mlp.down_proj.weight_scale"
 WEIGHT = "model.layers.1.mlp.down_proj.weight"
 
@@ -65,10 +62,10 @@ def llm(start: Callable[..., Any], int8: tuple[Path, Path]) -> Any:
     [
         ("int8", {}),
         pytest.param("int8", COMPILED, marks=pytest.mark.slow),
-        pytest.param("fp8-channel", {}, marks=TAKES_FP8),
-        pytest.param("fp8-channel", COMPILED, marks=(TAKES_FP8, pytest.mark.slow)),
-        pytest.param(None, ONLINE, marks=TAKES_FP8),
-        pytest.param(None, ONLINE | COMPILED, marks=(TAKES_FP8, pytest.mark.slow)),
+        pytest.param("fp8-channel", {}),
+        pytest.param("fp8-channel", COMPILED, marks=pytest.mark.slow),
+        pytest.param(None, ONLINE),
+        pytest.param(None, ONLINE | COMPILED, marks=pytest.mark.slow),
         pytest.param("int4", {}, marks=WIDE),
         pytest.param("int4", COMPILED, marks=(WIDE, pytest.mark.slow)),
     ],
@@ -93,8 +90,8 @@ def test_quantised_weights_equal_a_fresh_engine_after_every_commit_and_rollback(
     ("kind", "options"),
     [
         ("int8", {}),
-        pytest.param("fp8-channel", {}, marks=(TAKES_FP8, pytest.mark.slow)),
-        pytest.param(None, ONLINE, marks=(TAKES_FP8, pytest.mark.slow)),
+        pytest.param("fp8-channel", {}, marks=pytest.mark.slow),
+        pytest.param(None, ONLINE, marks=pytest.mark.slow),
         pytest.param("int4", {}, marks=(WIDE, pytest.mark.slow)),
     ],
     ids=["int8", "fp8", "fp8-online", "int4"],
@@ -128,7 +125,6 @@ def test_scales_of_activations_and_kernels_that_were_not_tried_are_rejected_by_n
     assert len(greedy(llm)) == NUM_PROMPTS
 
 
-@TAKES_FP8
 def test_schemes_with_shared_scales_or_without_proof_are_rejected_on_several_ranks(
     start: Callable[..., Any],
     checkpoint: Callable[..., Path],

@@ -29,8 +29,10 @@ from vllm.inflight.worker.model.layers import layers
 PROVED: dict[str, set[tuple[str, str]]] = {
     "cpu": {
         ("CompressedTensorsW8A8Int8", "CPUInt8ScaledMMLinearKernel"),
+        ("CompressedTensorsW8A8Fp8", "CPUFp8ChannelWiseScaledMMLinearKernel"),
         ("CompressedTensorsW8A8Fp8", "ChannelWiseTorchFP8ScaledMMLinearKernel"),
         ("CompressedTensorsWNA16", "CPUWNA16LinearKernel"),
+        ("Fp8PtpcOnlineLinearMethod", "CPUFp8ChannelWiseScaledMMLinearKernel"),
         ("Fp8PtpcOnlineLinearMethod", "ChannelWiseTorchFP8ScaledMMLinearKernel"),
     },
     "cuda": {
@@ -73,6 +75,9 @@ KEPT = {"CPUInt8ScaledMMLinearKernel": ("dnnl_handler",)}
 
 On a CPU only, where a flip exchanges objects and not pages.
 """
+
+CONSTANT = {"CPUFp8ChannelWiseScaledMMLinearKernel": ("_unit_block_scale",)}
+"""Kernel → attributes with tensors that are the same in each version."""
 
 PERMUTES_BIAS = ("MarlinLinearKernel",)
 """Kernels that give a layer's bias other memory when they process it.
@@ -157,9 +162,10 @@ def quantized_obstacle(layer: Any, device: str, num_ranks: int) -> str | None:
             return f"has {name}={given} ({pair[0]}), and {value} was seen"
     if pair[1] in PERMUTES_BIAS and getattr(layer, "bias", None) is not None:
         return f"has a bias that {pair[1]} permutes, which has not been tested"
+    known = (*KEPT.get(pair[1], ()), *CONSTANT.get(pair[1], ()))
     for owner in {id(o): o for o in (scheme, kernel, layer.quant_method)}.values():
         for name, value in vars(owner).items():
-            if name not in KEPT.get(pair[1], ()) and _holds_tensor(value):
+            if name not in known and _holds_tensor(value):
                 return f"keeps weights in {type(owner).__name__}.{name}"
     return None
 
