@@ -23,7 +23,11 @@ from vllm.inflight.worker.memory.arena import Arena
 from vllm.inflight.worker.model.layers import layers
 from vllm.inflight.worker.model.support import difference
 from vllm.inflight.worker.shadow.flip import Copy
-from vllm.inflight.worker.shadow.parameters import is_mirrored, make_copy
+from vllm.inflight.worker.shadow.parameters import (
+    is_mirrored,
+    make_copy,
+    make_hollow,
+)
 
 
 @pytest.fixture
@@ -42,6 +46,18 @@ def test_shadow_parameters_keep_the_loaders_ties_and_shapes_of_the_live_ones(set
     assert sets.second.head.weight is sets.second.embed.weight
     assert sets.second.embed.weight.weight_loader == Model._load_embedding
     assert sets.second.attention.qkv.shape == sets.live.attention.qkv.shape
+
+
+def test_a_hollow_tree_keeps_the_strides_of_views_with_gaps():
+    """Shared-out experts have their second tree on the host, and not on `meta`."""
+    trees = [torch.nn.Linear(8, 4, bias=False) for _ in range(2)]
+    for tree in trees:  # as a half of a latent attention's weight
+        half = torch.empty(4, 16, 8)[:, :8]
+        tree.view = torch.nn.Parameter(half, requires_grad=False)
+    make_hollow(*trees, torch.device("cpu"))
+    for tree, is_meta in zip(trees, (False, True), strict=True):
+        assert tree.view.is_meta is is_meta
+        assert tree.view.stride() == (128, 8, 1)
 
 
 def test_an_update_shows_at_the_flip_and_not_before(sets):

@@ -136,7 +136,7 @@ def make_hollow(
             if param is None or param.is_meta or is_quantised(layer):
                 continue
             if id(param) not in made:  # tied layers share one object
-                made[id(param)] = in_place_of(param, param.data.to("meta"))
+                made[id(param)] = in_place_of(param, make_empty(param.data))
             layer._parameters[key] = made[id(param)]
     ModelState.of(module).set(Mirrored(quantised))
 
