@@ -14,7 +14,8 @@ pytestmark = pytest.mark.engine
 
 TENSOR = {"tensor_parallel_size": 2}
 STAGES = {"pipeline_parallel_size": 2}
-COMPILED = {"enforce_eager": False}
+# The CPU build multiplies FP8 slowly, and is warmed up with all the tokens of a step.
+COMPILED = {"enforce_eager": False, "max_num_batched_tokens": 256}
 LOGGED = {
     "additional_config": {"inflight": {"staging": "delta", "delta_gib": 0.02}},
     "worker_extension_cls": "tests.support.engines.unpacked_ranks.Unpacked",

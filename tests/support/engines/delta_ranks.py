@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.deltas import delta_between, stepped
@@ -144,7 +145,8 @@ def altered(
 ) -> dict[str, Any]:
     """A delta that is altered on its way, and the same one as it should be."""
     new, seen = stepped(weights, 7), {"before": served()}
-    new[name].view(-1)[0] += 0.25  # a step may have left a small tensor as it is
+    # A step may have left a small tensor as it is.
+    new[name].view(-1).view(torch.uint8)[0] ^= 1
     manifest, parts = delta_between(weights, new, seen["before"][0])
 
     def send() -> None:

@@ -161,8 +161,8 @@ class Tripwire:
         self._loaded: dict[str, tuple[weakref.ref[torch.nn.Parameter], int]] = {}
         """Parameters and their version counters, until the engine is warmed up; of the
         CPU build only."""
-        self._rewritten: frozenset[str] = frozenset()
-        """Parameters that the engine's own steps write, with the bytes that are there.
+        self.copied_back: frozenset[str] = frozenset()
+        """Parameters that the engine's own steps write with the bytes that are there.
         """
         self._sampling: Sampling | None = None
         """How parameters that stay in their homes were sampled last."""
@@ -390,7 +390,7 @@ class Tripwire:
     def warmed_up(self) -> None:
         """Note which parameters the steps have written that ran since the start."""
         now = parameters_by_name(self._root)
-        self._rewritten = frozenset(
+        self.copied_back = frozenset(
             name
             for name, (loaded, count) in self._loaded.items()
             if (param := loaded()) is not None
@@ -398,6 +398,12 @@ class Tripwire:
             and _version(param) != count
         )
         self._loaded = {}
+        if self.copied_back:
+            logger.info(
+                "compiled steps copy %d parameters back; writes from outside into these "
+                "are noticed by samples of their bytes alone",
+                len(self.copied_back),
+            )
         self._reference = None
         if self._is_eager:
             self.arm()
@@ -465,7 +471,7 @@ class Tripwire:
         if not self._homes:  # what is kept would hold memory that the model has left
             named = [(n, p) for n, *_, p in parameters(self._root) if _has_memory(p)]
             lines = fingerprint.Lines([p.data for _, p in named])
-            states = [_state(p, n not in self._rewritten) for n, p in named]
+            states = [_state(p, n not in self.copied_back) for n, p in named]
             return states, lines.read()
         params = parameters_by_name(self._root)
         known = self._sampling
