@@ -400,8 +400,8 @@ class Tripwire:
         self._loaded = {}
         if self.copied_back:
             logger.info(
-                "compiled steps copy %d parameters back; writes from outside into these "
-                "are noticed by samples of their bytes alone",
+                "compiled steps copy %d parameters back; writes from outside into "
+                "these are noticed by samples of their bytes alone",
                 len(self.copied_back),
             )
         self._reference = None
