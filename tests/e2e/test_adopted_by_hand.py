@@ -8,6 +8,7 @@ import gc
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,9 @@ from vllm.inflight.errors import (
     WeightsMismatch,
     WrongPhase,
 )
+from vllm.inflight.worker.staging import thread as staging_thread
+from vllm.inflight.worker.staging.adopted import host_tensors
+from vllm.inflight.worker.staging.adopted.host_tensors import HostTensors
 
 pytestmark = pytest.mark.engine
 
@@ -165,6 +169,34 @@ def test_the_calls_become_one_version_beside_decoding(
     labels_across(streams, "old", label, num)
     assert answers(core, "after") == expected[0] and parameters(core) == expected[1]
     assert call(core, "rollback")["weight_version"] == "old"
+
+
+@pytest.mark.parametrize("named", ["PrimeRL", "Roll"], indirect=True)
+def test_tensors_that_several_threads_copy_become_a_version(
+    core: EngineCore,
+    named: str,
+    folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An engine on a GPU copies tensors of the host so; the host stands for it here."""
+    copied: list[torch.Tensor] = []
+
+    def to_device(tensor: torch.Tensor) -> torch.Tensor:
+        copied.append(HostTensors(torch.device("cpu")).copied(tensor))
+        return copied[-1]
+
+    monkeypatch.setattr(staging_thread, "as_it_is", to_device)
+    monkeypatch.setattr(host_tensors, "LEAST_BYTES", 64)
+    digest = publish(core, folders["new"], "new")["digest"]
+    expected = answers(core, "expected"), parameters(core)
+    publish(core, folders["old"], "old")
+    with ThreadPoolExecutor(host_tensors.NUM_THREADS) as pool:
+        monkeypatch.setattr(host_tensors, "_threads", lambda: pool)
+        CASES[named][0](core, folders["new"], tensors_of(folders["new"]))
+        assert len(copied) == len(tensors_of(folders["new"]))
+        assert len(pool._threads) > 1
+    assert served(core)[2] == digest
+    assert (answers(core, "after"), parameters(core)) == expected
 
 
 def test_a_version_that_lacks_a_tensor_changes_nothing(

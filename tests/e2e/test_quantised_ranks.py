@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.test_quantised import COMPILED
 from tests.support.engines.quantised_ranks import SCALE, WEIGHT
 from tests.support.engines.script import run_script
 
@@ -14,8 +15,6 @@ pytestmark = pytest.mark.engine
 
 TENSOR = {"tensor_parallel_size": 2}
 STAGES = {"pipeline_parallel_size": 2}
-# The CPU build multiplies FP8 slowly, and is warmed up with all the tokens of a step.
-COMPILED = {"enforce_eager": False, "max_num_batched_tokens": 256}
 LOGGED = {
     "additional_config": {"inflight": {"staging": "delta", "delta_gib": 0.02}},
     "worker_extension_cls": "tests.support.engines.unpacked_ranks.Unpacked",

@@ -398,12 +398,13 @@ class Tripwire:
             and _version(param) != count
         )
         self._loaded = {}
-        if self.copied_back:
-            logger.info(
-                "compiled steps copy %d parameters back; writes from outside into "
-                "these are noticed by samples of their bytes alone",
-                len(self.copied_back),
-            )
+        if not self.copied_back:
+            return
+        logger.info(
+            "compiled steps copy %d parameters back; writes from outside into "
+            "these are noticed by samples of their bytes alone",
+            len(self.copied_back),
+        )
         self._reference = None
         if self._is_eager:
             self.arm()
